@@ -10,6 +10,7 @@
     │   └── HealthError           4   non-finite or negative loss
     ├── WorkersFailed             5   workers failed more often than allowed
     ├── StorageError              6   the store refused, for good
+    │   ├── ObjectMissing         6   there is no such file or object
     │   ├── CheckpointDamaged     6   a file of a checkpoint is missing, short or altered
     │   └── RunLocked             6   another launcher owns the run folder
     └── Interrupted         130/143   SIGINT or SIGTERM; a checkpoint was saved
@@ -108,6 +109,10 @@ class StorageError(RungError):
     def __init__(self, message: str, *, url: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.url = url
+
+
+class ObjectMissing(StorageError):
+    """There is no such file or object."""
 
 
 class CheckpointDamaged(StorageError):

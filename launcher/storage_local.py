@@ -1,0 +1,162 @@
+"""The local disk (or a mounted network disk) as a store: plain system calls, no copies, durable writes."""
+
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+CHUNK_BYTES = 8 << 20
+_IOV_MAX = 512  # the system's limit is at least 1024 on Linux, 1024 on macOS
+_HAS_PREADV = hasattr(os, "preadv")
+
+
+class LocalDisk:
+    """Files below one folder. Every method takes paths relative to it and raises plain `OSError`."""
+
+    remote = False
+
+    def __init__(self, root: str) -> None:
+        self.root = Path(root).expanduser().absolute()
+        self.parallel = min(8, max(2, 2 * (os.cpu_count() or 1)))
+
+    def url(self, path: str) -> str:
+        """The path as a user would write it."""
+        return str(self.root / path) if path else str(self.root)
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        """The whole file, which must not be larger than `limit_bytes`."""
+        with (self.root / path).open("rb") as file:
+            data = file.read(limit_bytes + 1)
+        if len(data) > limit_bytes:
+            raise ValueError(f"the file is larger than the {limit_bytes} bytes allowed for it")
+        return data
+
+    def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fills the buffers, one after the other, from one run of bytes; straight from the page cache, no copy."""
+        descriptor = os.open(self.root / path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            pending = list(buffers)
+            while pending:
+                count = _read_some(descriptor, pending[:_IOV_MAX], offset)
+                if count == 0:
+                    raise EndOfFile(f"the file ends at byte {offset}, {sum(map(len, pending))} more were expected")
+                offset += count
+                pending = _drop(pending, count)
+        finally:
+            os.close(descriptor)
+
+    def write(self, path: str, data: memoryview) -> None:
+        """Writes a whole new file and returns when it is on the disk."""
+        target = self.root / path
+        self.make_folder(target.parent)
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            start = 0
+            while start < len(data):
+                start += os.write(descriptor, data[start : start + CHUNK_BYTES])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def write_atomic(self, path: str, data: bytes) -> None:
+        """Replaces a small file: at any moment, also after a power cut, it has the old content or the new."""
+        target = self.root / path
+        temporary = self._temporary(target)
+        try:
+            self.write(str(temporary.relative_to(self.root)), memoryview(data))
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.sync_folder(target.parent)
+
+    def create_exclusive(self, path: str, data: bytes) -> bool:
+        """Creates a small file, content and all, unless it exists. True if this call created it."""
+        target = self.root / path
+        temporary = self._temporary(target)
+        try:
+            self.write(str(temporary.relative_to(self.root)), memoryview(data))
+            os.link(temporary, target)  # unlike open(O_EXCL), nobody can see the file without its content
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+        self.sync_folder(target.parent)
+        return True
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Sizes in bytes of all files at or below a folder, by path relative to that folder."""
+        top = self.root / path
+        found: dict[str, int] = {}
+        for folder, _, names in os.walk(top):
+            for name in names:
+                file = Path(folder) / name
+                with suppress(FileNotFoundError):  # another process may delete while we list
+                    found[str(file.relative_to(top))] = file.stat().st_size
+        return found
+
+    def size(self, path: str) -> int:
+        """Size of a file in bytes."""
+        return (self.root / path).stat().st_size
+
+    def delete(self, path: str) -> None:
+        """Deletes one file."""
+        (self.root / path).unlink()
+
+    def delete_folder(self, path: str) -> None:
+        """Deletes what is left of a folder, empty folders too."""
+        shutil.rmtree(self.root / path)
+
+    def free_bytes(self) -> int | None:
+        """Bytes that this user may still write here."""
+        folder = self.root
+        while not folder.exists():
+            folder = folder.parent
+        facts = os.statvfs(folder)
+        return facts.f_bavail * facts.f_frsize
+
+    def make_folder(self, folder: Path) -> None:
+        """Makes a folder and its parents, and makes their names durable."""
+        missing: list[Path] = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for each in reversed(missing):
+            each.mkdir(exist_ok=True)
+            self.sync_folder(each.parent)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Makes the names in a folder durable."""
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # some network file systems have no fsync for folders; their names are durable
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @staticmethod
+    def _temporary(target: Path) -> Path:
+        return target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+
+
+class EndOfFile(OSError):
+    """The file is shorter than the read."""
+
+
+def _read_some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    if _HAS_PREADV:
+        return os.preadv(descriptor, buffers, offset)
+    data = os.pread(descriptor, len(buffers[0]), offset)
+    buffers[0][: len(data)] = data
+    return len(data)
+
+
+def _drop(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """The buffers without their first `count` bytes."""
+    for i, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= len(buffer)
+    return []
