@@ -1,0 +1,106 @@
+"""The command line: parses, calls, prints, and turns errors into exit codes. Nothing here decides anything."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from rung.launcher.version import VERSION
+
+app = typer.Typer(
+    name="rung",
+    help="Trains a PyTorch model on whatever hardware is there, and gets the job through when it does not fit.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="The job file, such as job.yaml.")]
+Sets = Annotated[
+    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time on Python 3.10 too
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides a field, such as optimizer.lr=0.01. May be repeated."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rung {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Trains a PyTorch model on whatever hardware is there, and gets the job through when it does not fit."""
+
+
+@app.command()
+def launch(
+    job: JobPath,
+    sets: Sets = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and its reasons; start nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Continue a run although its job has changed.")] = False,
+) -> None:
+    """Train a job; on an existing run folder, continue it."""
+    from rung.launcher import run
+
+    if not dry_run:
+        run.prepare()
+    from rung.launcher.job import load
+    from rung.launcher.watch.progress import View
+
+    loaded = load(job, sets or ())
+    with View(every_s=loaded.log_every_s) as view:
+        run.launch(loaded, run.Options(dry_run=dry_run, force=force), view)
+
+
+@app.command()
+def hardware(as_json: AsJson = False) -> None:
+    """Show the devices and memory that a run can use here, and what could not be read."""
+    from rung.cluster.hardware import describe, probe, to_dict
+
+    found = probe(folder=Path.cwd())
+    if as_json:
+        typer.echo(json.dumps(to_dict(found), indent=1))
+        return
+    for line in describe(found):
+        typer.echo(line)
+
+
+@app.command()
+def init(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write job.yaml and task.py.")]) -> None:
+    """Write a small job and task that train at once."""
+    from rung.launcher.init import init as write
+
+    for path in write(folder):
+        typer.echo(f"wrote {path}")
+    typer.echo(f"now: rung launch {folder / 'job.yaml'}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a job file, for editors."""
+    from rung.launcher.job import Job
+
+    typer.echo(Job.schema_json())
+
+
+def main() -> None:
+    """Entry point of the `rung` command."""
+    from rung.strategies.errors import RungError
+
+    try:
+        app(standalone_mode=True)
+    except RungError as error:
+        from rung.launcher.run import exit_code, show_error
+
+        show_error(error)
+        sys.exit(exit_code(error))
