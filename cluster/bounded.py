@@ -1,0 +1,120 @@
+"""Questions to the machine that may hang, crash or raise, asked so that the run goes on: each has a deadline."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Generic, TypeVar
+
+T = TypeVar("T")
+
+# The child takes over the parent's import path as it stands, without the current folder, where a user's file may
+# have the name of a module that is needed.
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); exec(sys.argv[2])"
+_LAST_WORDS = 2000  # characters of a child's stderr that are kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer(Generic[T]):
+    """`value`, or None and the `reason` in words why there is none."""
+
+    value: T | None = None
+    reason: str = ""
+
+
+class InThread(Generic[T]):
+    """Starts `call` in a daemon thread at once; `answer` waits for it until the deadline.
+
+    For calls that only read files. A thread that hangs is left behind: it holds nothing, and cannot be ended.
+    """
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._answer: Answer[T] = Answer(reason="no answer")
+        self._call = call
+        self._thread = threading.Thread(target=self._run, name="rung-probe", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answer = Answer(value=self._call())
+        except Exception as error:  # whatever a probe raises is the reason for having no answer
+            self._answer = Answer(reason=f"{type(error).__name__}: {error}")
+
+    def answer(self, deadline: float) -> Answer[T]:
+        """`deadline` is a point of `time.monotonic`."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return Answer(reason="no answer before the deadline") if self._thread.is_alive() else self._answer
+
+
+class InChild:
+    """Runs Python source in a process of its own, and takes what it prints as JSON on its last line of output.
+
+    For calls into drivers and for heavy imports, which may crash, hang for good, or take memory that must come back.
+    The child is the leader of its own session; at the deadline it is killed with all that it started.
+    """
+
+    def __init__(self, source: str, *, arguments: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> None:
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could fill up and block the child
+        paths = json.dumps([path for path in sys.path if path])
+        try:
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, paths, source, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._errors,
+                env=None if env is None else dict(env),
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._process, self._failure = None, f"could not start {sys.executable}: {error}"
+
+    def answer(self, deadline: float) -> Answer[object]:
+        """`deadline` is a point of `time.monotonic`. To be called once."""
+        with self._output, self._errors:
+            if self._process is None:
+                return Answer(reason=self._failure)
+            try:
+                code = self._process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return Answer(reason="no answer before the deadline" + self._end() + self._last_words())
+            if code != 0:
+                meaning = f"ended by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with code {code}"
+                return Answer(reason=meaning + self._last_words())
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").strip().splitlines()
+            try:
+                return Answer(value=json.loads(lines[-1]))
+            except (IndexError, ValueError):
+                return Answer(reason="answered without a result" + self._last_words())
+
+    def _end(self) -> str:
+        """Kills the child's session. One stuck inside a driver cannot be reaped, and must not make us wait."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself just now
+            os.killpg(self._process.pid, signal.SIGKILL)
+        try:
+            self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return f"; process {self._process.pid} is stuck in the kernel and cannot be killed"
+        return ""
+
+    def _last_words(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _LAST_WORDS))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f": {lines[-1].strip()}" if lines else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
