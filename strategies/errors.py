@@ -96,9 +96,14 @@ class HealthError(GuardStop):
 
 
 class WorkersFailed(RungError):
-    """Workers failed, and no retry is left or would help."""
+    """Workers failed, and no retry is left or would help. `exit_status` is that of the process, as in `subprocess`
+    (-9 is SIGKILL), where one process and its end are known."""
 
     exit_code = 5
+
+    def __init__(self, message: str, *, exit_status: int | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.exit_status = exit_status
 
 
 class StorageError(RungError):

@@ -60,7 +60,7 @@ def _seed_cpu(key: int) -> None:
     import torch
 
     random.seed(key)
-    np.random.seed(key >> 32)  # noqa: NPY002 - the user's code draws from the global one; 32 bits is what it takes
+    np.random.seed(key >> 32)
     # torch.manual_seed looks at every kind of device and takes a hundred times as long.
     torch.default_generator.manual_seed(key)
 
@@ -68,7 +68,7 @@ def _seed_cpu(key: int) -> None:
 def _seed_devices(key: int) -> None:
     import torch
 
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
     elif _has_mps():
@@ -93,13 +93,13 @@ def preserved() -> Iterator[None]:
     import torch
 
     python = random.getstate()
-    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    numpy = np.random.get_state(legacy=False)
     generator = torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
+        np.random.set_state(numpy)
         torch.default_generator.set_state(generator)
 
 
@@ -118,6 +118,6 @@ def draws_randomness(fetch: Callable[[], object]) -> bool:
 def _states() -> tuple[object, object, object]:
     import torch
 
-    numpy = np.random.get_state(legacy=True)  # noqa: NPY002
+    numpy = np.random.get_state(legacy=True)
     words = tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in numpy)
     return random.getstate(), words, torch.default_generator.get_state().numpy().tobytes()
