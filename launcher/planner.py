@@ -1,0 +1,435 @@
+"""Job, machines and profile in; a ladder of plans out, fastest first, each with reasons, and what was rejected and why.
+
+Pure: reads nothing, starts nothing, imports no torch. `rung plan` prints what this says; `rung launch` runs its first
+rung and goes down it when reality disagrees.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from rung.cluster.catalog import Inventory
+from rung.launcher.machines import Choice, Pool, inventory_of
+from rung.launcher.steptime import StepTime, step_time
+from rung.strategies.errors import DoesNotFit, JobError
+from rung.strategies.memory import GIB, MIB, Account, Factors, accumulation, predict
+from rung.strategies.plan import DeviceType, Offload, Plan, Precision, StrategyName
+from rung.strategies.profile import Profile
+
+# Host memory of a worker before it has a model: Python and torch, most of it shared with the forkserver.
+WORKER_HOST_BYTES = 200 * MIB
+# How much slower ZeRO is taken to be where DDP fits too.
+ZERO_HANDICAP = 1.1
+_SIMPLEST = {"single": 0, "ddp": 1, "zero1": 2, "zero2": 3, "zero3": 4}
+_OFFLOADS: tuple[tuple[StrategyName, Offload, Offload], ...] = (
+    ("zero2", "host", "none"),
+    ("zero3", "host", "none"),
+    ("zero3", "host", "host"),
+    ("zero3", "disk", "host"),
+    ("zero3", "disk", "disk"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """One plan with what was predicted for it; no account or time where there is no profile."""
+
+    plan: Plan
+    account: Account | None = None
+    time: StepTime | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A plan that was looked at and not taken. `short_bytes` is what misses on the tightest memory, 0 if senseless."""
+
+    plan: Plan
+    reason: str
+    short_bytes: int = 0
+    account: Account | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ladder:
+    """`rungs` fit, fastest first. `plans` are their plans. `notes` say what the choice rests on."""
+
+    rungs: tuple[Rung, ...]
+    rejected: tuple[Rejected, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of all rungs, in order."""
+        return tuple(rung.plan for rung in self.rungs)
+
+    @property
+    def best(self) -> Plan:
+        """The first rung's plan."""
+        return self.rungs[0].plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pins:
+    """What the job fixes; None is the planner's choice. `devices` is an exact count, the other two a range."""
+
+    strategy: StrategyName | None = None
+    devices: int | None = None
+    least_devices: int = 1
+    most_devices: int | None = None
+    micro_batch: int | None = None
+    activation_checkpointing: bool | None = None
+    offload_optimizer: Offload | None = None
+    offload_parameters: Offload | None = None
+    precision: Precision | None = None
+    memory_cap_bytes: int | None = None
+    kind: DeviceType | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Query:
+    batch: int
+    pins: Pins
+    pool: Pool
+    profile: Profile | None
+    factors: Factors
+    precision: Precision
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def plan_ladder(job: Any, hardware: Any, profile: Profile | None = None, *, factors: Factors | None = None) -> Ladder:
+    """All ways to train `job` on `hardware` (a Hardware or an Inventory) that fit, fastest first.
+
+    Without a profile nothing is known of memory: the ladder then goes from the simplest plan to the most frugal, and
+    running it finds the rung that fits. Raises JobError when a pinned choice cannot be, DoesNotFit when no plan fits.
+    """
+    query = _query(job, inventory_of(hardware), profile, factors or Factors())
+    rungs: list[Rung] = []
+    rejected: list[Rejected] = []
+    for plan, choice in _candidates(query):
+        verdict = _judge(query, plan, choice)
+        (rungs if isinstance(verdict, Rung) else rejected).append(verdict)  # type: ignore[arg-type]
+    if not rungs:
+        raise _nothing_fits(query, rejected)
+    ample = {rung.plan.devices for rung in rungs if rung.plan.strategy == "ddp"}
+    rungs.sort(key=lambda rung: _order(query, rung, ample))
+    rejected.sort(key=lambda entry: (_SIMPLEST[entry.plan.strategy], entry.short_bytes))
+    rungs[0] = replace(rungs[0], plan=_explained(query, rungs))
+    return Ladder(rungs=tuple(rungs), rejected=tuple(rejected), notes=_notes(query))
+
+
+def corrected(ladder: Ladder, plan: Plan, observed_peak_bytes: int) -> Ladder:
+    """The ladder after `plan` ran out of memory at `observed_peak_bytes` on a device: every prediction is raised in
+    the proportion seen (at least so that `plan` itself no longer fits), and what no longer fits is rejected."""
+    tried = next((rung for rung in ladder.rungs if _same(rung.plan, plan)), None)
+    predicted = plan.predicted_device_peak_bytes or (tried.account.device_peak_bytes if tried and tried.account else 0)
+    ratio = max(1.0, observed_peak_bytes / predicted) if predicted else 1.0
+    rungs: list[Rung] = []
+    rejected: list[Rejected] = []
+    for rung in ladder.rungs:
+        peak = rung.plan.predicted_device_peak_bytes
+        if _same(rung.plan, plan):
+            rejected.append(Rejected(plan=rung.plan, reason="ran out of memory"))
+        elif peak is None or peak * ratio < observed_peak_bytes:
+            again = rung.plan if peak is None else rung.plan.with_(predicted_device_peak_bytes=int(peak * ratio))
+            rungs.append(replace(rung, plan=again))
+        else:
+            reason = (
+                f"needs {gib(int(peak * ratio))} by what was seen; {plan.strategy} failed at {gib(observed_peak_bytes)}"
+            )
+            rejected.append(Rejected(plan=rung.plan, reason=reason, account=rung.account))
+    return Ladder(rungs=tuple(rungs), rejected=(*ladder.rejected, *rejected), notes=ladder.notes)
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them: `9.1 GiB`, `310 MiB`."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    keys = ("strategy", "devices", "micro_batch", "activation_checkpointing", "offload_optimizer", "offload_parameters")
+    return all(getattr(one, key) == getattr(other, key) for key in keys)
+
+
+# --- what the job asks for ---------------------------------------------------------------------------------------
+
+
+def pins_of(job: Any) -> Pins:
+    """The choices that a job fixes, from its `strategy`, `precision` and `devices`."""
+    wanted = job.strategy
+    if isinstance(wanted, str):
+        wanted = {"name": wanted}
+    elif not isinstance(wanted, Mapping):
+        names = ("name", "micro_batch", "checkpointing", "offload_optimizer", "offload_parameters", "devices")
+        wanted = {name: getattr(wanted, name, None) for name in names}
+    count = _unless_auto(job.devices.count)
+    least, most = count if isinstance(count, tuple | list) else (count, count)
+    exact = _unless_auto(wanted.get("devices")) or (count if isinstance(count, int) else None)
+    return Pins(
+        strategy=_unless_auto(wanted.get("name")),
+        devices=exact,
+        least_devices=1 if exact or least is None else least,
+        most_devices=None if exact else most,
+        micro_batch=_unless_auto(wanted.get("micro_batch")),
+        activation_checkpointing=_unless_auto(wanted.get("checkpointing")),
+        offload_optimizer=_unless_auto(wanted.get("offload_optimizer")),
+        offload_parameters=_unless_auto(wanted.get("offload_parameters")),
+        precision=_unless_auto(job.precision),
+        memory_cap_bytes=_unless_auto(job.devices.memory),
+        kind=_unless_auto(getattr(job.devices, "type", None)),
+    )
+
+
+def _unless_auto(value: Any) -> Any:
+    return None if value in (None, "auto") else value
+
+
+def _query(job: Any, inventory: Inventory, profile: Profile | None, factors: Factors) -> _Query:
+    pins = pins_of(job)
+    pool = Pool.of(inventory, pins.kind)
+    if not pool.runs:
+        raise JobError(f"devices.type: no {pins.kind} device is there", hint="set devices.type to auto")
+    if pins.strategy is not None and pins.strategy not in get_args(StrategyName):
+        raise JobError(f"strategy: {pins.strategy!r} is not one of {', '.join(get_args(StrategyName))}")
+    _check_count(pins, pool, job.batch)
+    _check_offload(pins, pool)
+    precision, why = _precision(pins, pool, profile)
+    return _Query(
+        batch=job.batch,
+        pins=pins,
+        pool=pool,
+        profile=profile,
+        factors=factors,
+        precision=precision,
+        reasons={"precision": why},
+    )
+
+
+def _check_count(pins: Pins, pool: Pool, batch: int) -> None:
+    wanted, most = pins.devices or pins.least_devices, pool.most(pinned=True)
+    if wanted > most:
+        raise JobError(
+            f"devices.count: {wanted} asked for, {most} there ({pool.describe()})",
+            hint=f"set devices.count to at most {most}, or to auto",
+        )
+    if wanted > batch:
+        raise JobError(f"devices.count: {wanted} devices cannot share a batch of {batch} samples")
+    if pins.strategy == "single" and wanted != 1:
+        raise JobError(f"strategy: single runs on one device, devices.count is {wanted}", hint="use ddp")
+
+
+def _check_offload(pins: Pins, pool: Pool) -> None:
+    offload = {pins.offload_optimizer or "none", pins.offload_parameters or "none"} - {"none"}
+    if not offload:
+        return
+    if pins.strategy in ("single", "ddp", "zero1"):
+        raise JobError(f"strategy: {pins.strategy} cannot offload", hint="offload needs zero2 or zero3")
+    if pins.offload_parameters not in (None, "none") and pins.strategy == "zero2":
+        raise JobError("strategy: zero2 keeps whole parameters on the device", hint="parameter offload needs zero3")
+    if "host" in offload and pool.kind == "cpu":
+        raise JobError(
+            "strategy: offload to host gains nothing on a CPU device: its memory is the host's",
+            hint="use disk, or leave the offload out",
+        )
+
+
+def _precision(pins: Pins, pool: Pool, profile: Profile | None) -> tuple[Precision, str]:
+    if pins.precision is not None:
+        return pins.precision, "set in the job"
+    if profile is not None:
+        return profile.precision, "as profiled"
+    if pool.kind == "cuda" and pool.bf16:
+        return "bf16", "all devices have fast bf16, and it needs no loss scaling"
+    if pool.kind == "cuda" and pool.fp16:
+        return "fp16", "not all devices have bf16, but all have fp16 tensor cores; the loss is scaled"
+    if pool.kind == "cpu":
+        return "fp32", "on a CPU fp32 is exact, and lower precision seldom faster"
+    return "fp32", "no lower precision is fast on these devices"
+
+
+# --- candidates ---------------------------------------------------------------------------------------------------
+
+
+def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
+    """Every combination that the pins allow, senseless ones included: they are rejected with a reason."""
+    pins = query.pins
+    counts = [pins.devices] if pins.devices else query.pool.counts(query.batch, pins.least_devices, pins.most_devices)
+    for count in counts:
+        choice = query.pool.choose(count)
+        for strategy, optimizer, parameters in _ways(count):
+            if pins.strategy not in (None, strategy):
+                continue
+            if pins.offload_optimizer not in (None, optimizer) or pins.offload_parameters not in (None, parameters):
+                continue
+            for checkpointing in (False, True):
+                if pins.activation_checkpointing not in (None, checkpointing):
+                    continue
+                for micro in _micro_batches(query, count):
+                    yield (
+                        Plan(
+                            strategy=strategy,
+                            device=query.pool.kind,
+                            devices=count,
+                            global_batch=query.batch,
+                            micro_batch=micro,
+                            precision=query.precision,
+                            activation_checkpointing=checkpointing,
+                            offload_optimizer=optimizer,
+                            offload_parameters=parameters,
+                            memory_cap_bytes=pins.memory_cap_bytes,
+                            threads=choice.threads,
+                        ),
+                        choice,
+                    )
+
+
+def _ways(count: int) -> Iterator[tuple[StrategyName, Offload, Offload]]:
+    names: tuple[StrategyName, ...] = ("single",) if count == 1 else ("ddp",)
+    yield from ((name, "none", "none") for name in (*names, *("zero1", "zero2", "zero3")))  # type: ignore[misc]
+    yield from _OFFLOADS
+
+
+def _micro_batches(query: _Query, count: int) -> list[int]:
+    """The whole share, and cuts of it into 2, 4, 8, ... equal parts, down to 1."""
+    share = -(-query.batch // count)
+    if query.pins.micro_batch:
+        return [min(query.pins.micro_batch, share)]
+    sizes: list[int] = []
+    parts = 1
+    while not sizes or sizes[-1] > 1:
+        size = -(-share // parts)
+        sizes.append(size)
+        parts *= 2
+    return list(dict.fromkeys(sizes))
+
+
+def _senseless(query: _Query, plan: Plan) -> str:
+    """Why no one should run this plan, whatever its memory; empty if it may be worth it."""
+    pinned = query.pins
+    offloads = {plan.offload_optimizer, plan.offload_parameters} - {"none"}
+    if plan.device == "cpu" and "host" in offloads:
+        return "on a CPU the device is the host: offload to it gains nothing"
+    if plan.device == "mps" and plan.zero_stage:
+        return "DeepSpeed does not run on MPS"
+    if "disk" in offloads and not query.pool.disk_bytes:
+        return "no disk to offload to"
+    if plan.zero_stage and plan.devices == 1 and not offloads and pinned.strategy is None:
+        return "one device has nothing to divide: ZeRO only adds work"
+    frozen = query.profile is not None and query.profile.trainable_count == 0
+    return "nothing trains: every parameter is frozen" if frozen else ""
+
+
+def _judge(query: _Query, plan: Plan, choice: Choice) -> Rung | Rejected:
+    if reason := _senseless(query, plan):
+        return Rejected(plan=plan, reason=f"{plan.strategy}: {reason}")
+    if query.profile is None:
+        return Rung(plan=plan.with_(reasons=_reasons(query, plan, None)))
+    account = predict(query.profile, plan, query.factors)
+    needed = account.device_bytes_with_headroom
+    there = choice.device_bytes(plan.memory_cap_bytes)
+    if needed > there:
+        reason = f"{plan.strategy}: needs {gib(needed)} of {gib(there)}"
+        return Rejected(plan=plan, reason=reason, short_bytes=needed - there, account=account)
+    host = choice.setting.per_node * (account.host_peak_bytes + WORKER_HOST_BYTES)
+    if host > choice.setting.host.free_bytes:
+        reason = f"{plan.strategy}: needs {gib(host)} of {gib(choice.setting.host.free_bytes)} host memory"
+        short = host - choice.setting.host.free_bytes
+        return Rejected(plan=plan, reason=reason, short_bytes=short, account=account)
+    disk = _disk_bytes(query.profile, plan) * choice.setting.per_node
+    if disk > choice.setting.host.disk_bytes:
+        reason = f"{plan.strategy}: needs {gib(disk)} of {gib(choice.setting.host.disk_bytes)} disk"
+        return Rejected(plan=plan, reason=reason, short_bytes=disk - choice.setting.host.disk_bytes, account=account)
+    time = step_time(query.profile, plan, choice.setting, query.factors)
+    plan = plan.with_(
+        predicted_device_peak_bytes=account.device_peak_bytes,
+        predicted_host_peak_bytes=account.host_peak_bytes,
+        predicted_step_s=time.total_s,
+        reasons=_reasons(query, plan, account),
+    )
+    return Rung(plan=plan, account=account, time=time)
+
+
+def _disk_bytes(profile: Profile, plan: Plan) -> int:
+    part = profile.trainable_count // plan.devices
+    state = (4 * part + profile.optimizer_bytes // plan.devices) if plan.offload_optimizer == "disk" else 0
+    weights = 4 * profile.parameter_count // plan.devices if plan.offload_parameters == "disk" else 0
+    return state + weights
+
+
+def _order(query: _Query, rung: Rung, ample: set[int]) -> tuple[float, ...]:
+    """Fastest first; within 1% the simpler one. Without a profile: most devices, simplest, largest micro-batch.
+
+    `ample`: device counts at which DDP fits. There ZeRO must promise a good deal more to come first: it moves as much
+    as DDP, with more work in Python, and its gain is memory that is there anyway.
+    """
+    plan = rung.plan
+    offloads = sum(("none", "host", "disk").index(w) for w in (plan.offload_optimizer, plan.offload_parameters))
+    simple = (_SIMPLEST[plan.strategy], offloads, plan.activation_checkpointing, -plan.micro_batch)
+    if rung.time is None:
+        frugal = (offloads, plan.zero_stage, plan.activation_checkpointing, -plan.micro_batch)
+        devices = plan.devices if query.pool.kind == "cpu" else -plan.devices
+        return (devices, *map(float, frugal))
+    handicap = ZERO_HANDICAP if plan.zero_stage and plan.devices in ample else 1.0
+    return (round(_log(rung.time.total_s * handicap)), *map(float, simple))
+
+
+def _log(seconds: float) -> float:
+    """In steps of 1%."""
+    return math.log(max(seconds, 1e-9)) / math.log(1.01)
+
+
+# --- reasons ------------------------------------------------------------------------------------------------------
+
+
+def _reasons(query: _Query, plan: Plan, account: Account | None) -> dict[str, str]:
+    pins = query.pins
+    reasons = dict(query.reasons)
+    reasons["strategy"] = "set in the job" if pins.strategy else ""
+    reasons["devices"] = "set in the job" if pins.devices else query.pool.why(plan.devices)
+    share, slots = -(-plan.global_batch // plan.devices), accumulation(plan)
+    if pins.micro_batch:
+        reasons["micro_batch"] = "set in the job"
+    elif slots == 1:
+        reasons["micro_batch"] = "the whole share of a device at once"
+    else:
+        reasons["micro_batch"] = f"a device's {share} samples in {slots} parts"
+    if account:
+        reasons["memory"] = f"predicted {gib(account.device_peak_bytes)} ±{account.error:.0%} on a device"
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _explained(query: _Query, rungs: list[Rung]) -> Plan:
+    """The first plan, with why its strategy came first."""
+    plan = rungs[0].plan
+    if query.pins.strategy:
+        return plan
+    others = [rung.plan for rung in rungs if rung.plan.strategy != plan.strategy]
+    if query.profile is None:
+        why = "the simplest that uses all devices; memory is not known without a profile"
+    elif not others or others[0].predicted_step_s is None or plan.predicted_step_s is None:
+        why = "the only one that fits"
+    else:
+        why = (
+            f"fastest that fits: {plan.predicted_step_s:.3g} s a step, "
+            f"then {others[0].strategy} with {others[0].predicted_step_s:.3g} s"
+        )
+    return plan.with_(reasons={**plan.reasons, "strategy": why})
+
+
+def _notes(query: _Query) -> tuple[str, ...]:
+    profile = query.profile
+    if profile is None:
+        return ("No profile: plans are in order of simplicity, memory was not checked.",)
+    how = {"traced": "traced on fake tensors", "measured": "measured in a throw-away process", "given": "given"}
+    notes = [f"Profile {how[profile.method]}, {profile.precision}, {profile.optimizer}.", profile.note]
+    if profile.longest:
+        notes.append(f"Sizes are those of {profile.longest}.")
+    if query.factors.runs:
+        notes.append(f"Corrected by {query.factors.runs} measured runs.")
+    return tuple(note for note in notes if note)
+
+
+def _nothing_fits(query: _Query, rejected: list[Rejected]) -> DoesNotFit:
+    from rung.launcher.remedies import nothing_fits
+
+    return nothing_fits(query.profile, query.factors, query.pool, rejected)

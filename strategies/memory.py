@@ -1,0 +1,226 @@
+"""How much memory a plan takes, item by item, on each device and on the host.
+
+All formulas count bytes on one device. With P the trainable elements, F the frozen ones, N the devices, w the bytes of
+a weight as the strategy holds it, and q = P/N:
+
+    single, ddp    weights (P+F)·w, gradients P·w, optimizer state K·P
+    zero1          weights (P+F)·w, gradients P·w, fp32 masters and state (4+K)·q
+    zero2          as zero1, gradients q·w
+    zero3          weights (P+F)·w/N, gradients q·w, masters and state (4+K)·q, and the live parameters
+
+after Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), section 5,
+with K the optimizer's own bytes per element (8 for Adam), as traced. Activations and temporaries come from the trace.
+On a CPU device "device memory" is what the process holds above what it held before the model was built.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from rung.strategies.plan import DeviceType, Plan
+from rung.strategies.profile import Activity, Profile, highest
+
+MIB = 2**20
+GIB = 2**30
+Kind = Literal["cpu", "cuda", "mps"]
+BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+# What our strategies set; strategies/zero.py and ddp.py use the same numbers.
+DDP_BUCKET_BYTES = 25 * MIB
+ZERO_BUCKET_ELEMENTS = 50_000_000
+ZERO3_PREFETCH_ELEMENTS = 50_000_000
+ZERO3_LIVE_ELEMENTS = 100_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """One device as a prediction needs it. Rates are per second; `efficiency` is the part of `flops` that training
+    reaches; `launch_s` is the least time of one operation; `host_bytes_per_s` the way to host memory."""
+
+    kind: DeviceType
+    name: str
+    total_bytes: int
+    free_bytes: int
+    flops: dict[str, float] = field(default_factory=dict)
+    bytes_per_s: float = 2e10
+    host_bytes_per_s: float = 1e10
+    efficiency: float = 0.45
+    launch_s: float = 6e-6
+    bf16: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostFacts:
+    """One host: memory that a process may use (cgroup limits applied), usable cores, free disk for offload."""
+
+    total_bytes: int
+    free_bytes: int
+    cores: int
+    disk_bytes: int = 0
+    disk_bytes_per_s: float = 1.5e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """What measured runs taught: multiply activations, add to the device, and how far predictions were off."""
+
+    activations: float = 1.0
+    device_bytes: int = 0
+    time: float = 1.0
+    error: float | None = None
+    runs: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """One line of the account. `source` says how the number was found."""
+
+    name: str
+    device_bytes: int = 0
+    host_bytes: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """All items; the peaks are their sums. `host_peak_bytes` is for one worker. `error` is the relative error band."""
+
+    items: tuple[Item, ...]
+    error: float
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most bytes on one device at any moment."""
+        return sum(item.device_bytes for item in self.items)
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes of host memory of one worker."""
+        return sum(item.host_bytes for item in self.items)
+
+    @property
+    def device_bytes_with_headroom(self) -> int:
+        """What must be free for the plan to count as fitting."""
+        return int(self.device_peak_bytes * (1 + self.error))
+
+
+def predict(profile: Profile, plan: Plan, factors: Factors | None = None) -> Account:
+    """The account of one worker under `plan`."""
+    factors = factors or Factors()
+    items = [*_state(profile, plan), *_transient(profile, plan, factors), *_communication(profile, plan)]
+    items += _overhead(plan, factors, sum(item.device_bytes for item in items))
+    if plan.device == "cpu":
+        # One memory: what the device holds is host memory too.
+        items = [replace(item, host_bytes=item.host_bytes + item.device_bytes) for item in items]
+    return Account(
+        items=tuple(item for item in items if item.device_bytes or item.host_bytes), error=_error(plan, factors)
+    )
+
+
+def _activity(profile: Profile, plan: Plan) -> Activity:
+    return (profile.checkpointed or profile.plain) if plan.activation_checkpointing else profile.plain
+
+
+def accumulation(plan: Plan) -> int:
+    """Micro-batches in a full global batch: as `plan.accumulation`, without making the cut (thousands of devices)."""
+    largest = max(plan.shares) if plan.shares else -(-plan.global_batch // plan.devices)
+    return -(-largest // plan.micro_batch)
+
+
+def weight_width(plan: Plan) -> int:
+    """Bytes of one weight as the strategy holds it: DeepSpeed casts the model, autocast keeps it fp32."""
+    return BYTES_OF[plan.precision] if plan.zero_stage else 4
+
+
+def _state(profile: Profile, plan: Plan) -> list[Item]:
+    """Weights, buffers, gradients, masters and optimizer state; the module's docstring has the formulas."""
+    stage, n = plan.zero_stage, plan.devices
+    trainable, frozen = profile.trainable_count, profile.parameter_count - profile.trainable_count
+    buffers = Item(name="buffers", device_bytes=profile.buffer_bytes, source="traced")
+    if stage == 0:
+        return [
+            Item(name="weights", device_bytes=profile.weight_bytes, source="traced"),
+            buffers,
+            Item(name="gradients", device_bytes=profile.gradient_bytes, source="one for each trainable weight"),
+            Item(name="optimizer", device_bytes=profile.optimizer_bytes, source=f"traced: {profile.optimizer}"),
+        ]
+    width, part = weight_width(plan), -(-trainable // n)
+    weights = (trainable + frozen) * width
+    gradients = trainable * width if stage == 1 else part * width
+    state = 4 * part + -(-profile.optimizer_bytes // n)
+    items = [buffers]
+    if stage == 3:
+        items.append(_placed("weights, partition", -(-weights // n), plan.offload_parameters, "(P+F)·w/N"))
+        live = min(trainable + frozen, ZERO3_LIVE_ELEMENTS + profile.largest_group_count) * width
+        items.append(Item(name="live parameters", device_bytes=live, source="gathered for use, at most the live limit"))
+    else:
+        items.append(Item(name="weights", device_bytes=weights, source="(P+F)·w"))
+    items.append(Item(name="gradients", device_bytes=gradients, source="P·w" if stage == 1 else "P·w/N"))
+    items.append(_placed("masters and optimizer", state, plan.offload_optimizer, "(4+K)·P/N"))
+    if plan.offload_optimizer != "none":
+        items.append(Item(name="gradients for the host", host_bytes=4 * part, source="fp32 copies, pinned: 4·P/N"))
+    return items
+
+
+def _placed(name: str, size: int, where: str, source: str) -> Item:
+    if where == "none":
+        return Item(name=name, device_bytes=size, source=source)
+    if where == "host":
+        return Item(name=f"{name} (host)", host_bytes=size, source=source)
+    swap = min(size, 512 * MIB)
+    return Item(name=f"{name} (disk buffers)", host_bytes=swap, source="buffers for what is on disk: at most 512 MiB")
+
+
+def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
+    """What comes and goes within a step: the highest of forward and backward, and of the optimizer's step.
+
+    With gradients that wait for their owner's step (single), the first micro-batch makes them as it goes and frees
+    activations meanwhile; with buckets (ddp) or partitions (zero) their place is taken from the start.
+    """
+    activity = _activity(profile, plan)
+    later = highest(activity.again, plan.micro_batch)
+    passes = later
+    if plan.strategy == "single":
+        first = highest(activity.first, plan.micro_batch) - profile.gradient_bytes
+        passes = max(first, later) if accumulation(plan) > 1 else first
+    update = profile.step_bytes if plan.zero_stage == 0 else -(-profile.step_bytes // plan.devices)
+    if plan.offload_optimizer != "none":
+        update = 0
+    size = int(max(passes * factors.activations, update, 0.0))
+    batch = int(profile.input_bytes.at(plan.micro_batch))
+    return [
+        Item(name="activations", device_bytes=size, source=f"{profile.method}, micro-batch {plan.micro_batch}"),
+        Item(name="input", device_bytes=batch, host_bytes=2 * batch, source="one batch here, two prefetched"),
+    ]
+
+
+def _communication(profile: Profile, plan: Plan) -> list[Item]:
+    """Buckets. DDP: its gradients live in the buckets, which are counted as gradients already. ZeRO: two contiguous
+    reduce buckets (overlap_comm doubles the buffer, DeepSpeed's stage_1_and_2.py) and, for stages 1 and 2, one
+    all-gather bucket; none is larger than the model."""
+    if plan.strategy == "single" or plan.zero_stage == 0:
+        return []
+    elements = min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
+    return [Item(name="buckets", device_bytes=2 * elements * weight_width(plan), source="2 reduce buckets")]
+
+
+def _overhead(plan: Plan, factors: Factors, so_far: int) -> list[Item]:
+    """Allocator slack, the device's context and libraries' workspaces."""
+    extra = Item(name="measured extra", device_bytes=factors.device_bytes, source=f"{factors.runs} measured runs")
+    if plan.device == "cpu":
+        slack = 8 * MIB + so_far // 50
+        return [Item(name="allocator and libraries", device_bytes=slack, source="8 MiB and 2%"), extra]
+    if plan.device == "mps":
+        return [Item(name="allocator and libraries", device_bytes=256 * MIB + so_far // 20, source="measured"), extra]
+    nccl = 300 * MIB if plan.devices > 1 else 0
+    return [
+        Item(name="context", device_bytes=500 * MIB + nccl, source="CUDA context and kernels; NCCL channels"),
+        Item(name="workspace", device_bytes=64 * MIB, source="cuBLAS and cuDNN workspaces"),
+        Item(name="allocator", device_bytes=so_far // 25, source="4%, with expandable segments"),
+        extra,
+    ]
+
+
+def _error(plan: Plan, factors: Factors) -> float:
+    if factors.error is not None:
+        return max(0.02, factors.error)
+    return 0.05 if plan.device == "cpu" else 0.08
