@@ -66,14 +66,15 @@ def probe(
     *,
     folder: Path | None = None,
     deadline_s: float = 5.0,
+    torch_deadline_s: float = 60.0,
     root: Path = ROOT,
     environ: Mapping[str, str] | None = None,
 ) -> Hardware:
     """Looks at this machine. `folder` is where free disk is measured (by default the current one).
 
     `root` and `environ` stand for the machine's file system and environment. Never raises and ends within
-    `deadline_s`, but for one case: a GPU whose driver interface fails is looked for through PyTorch as well, which
-    may take a minute.
+    `deadline_s`, but for one case: a GPU whose driver interface fails is looked for through PyTorch as well, for
+    `torch_deadline_s` more.
     """
     deadline = time.monotonic() + deadline_s
     gpu_probe = GpuProbe(root, environ)
@@ -97,7 +98,7 @@ def probe(
         host = replace(host, disk_folder=str(place), disk_total_bytes=total, disk_free_bytes=free)
     else:
         findings.append(_no_answer("disk", f"{wanted}: {disk.reason}"))
-    gpus = gpu_probe.answer(deadline)
+    gpus = gpu_probe.answer(deadline, torch_deadline_s=torch_deadline_s)
     accelerators = gpus.devices or apple_gpu(host.memory_total_bytes, host.memory_available_bytes)
     return Hardware(
         host=host,
