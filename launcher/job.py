@@ -241,6 +241,7 @@ def _apply(text: str, values: dict[str, Any], places: dict[KeyPath, int | str]) 
     if not equals or not all(path):
         return [Problem((), "write key=value, as in --set optimizer.lr=3e-4", label)]
     problems: list[Problem] = []
+    inner_paths: list[KeyPath] = [()]
     value: Any = None
     if given.strip():
         try:
@@ -248,6 +249,7 @@ def _apply(text: str, values: dict[str, Any], places: dict[KeyPath, int | str]) 
         except JobError as error:
             return [Problem(path, error.message.removeprefix(label).lstrip(":0123456789 "), label)]
         problems = [Problem((*path, *p.path), p.text, label) for p in reader.problems]
+        inner_paths = list(reader.lines)
     holder = values
     for depth, part in enumerate(path[:-1], 1):
         inner = holder.get(str(part))
@@ -260,5 +262,5 @@ def _apply(text: str, values: dict[str, Any], places: dict[KeyPath, int | str]) 
     holder[str(path[-1])] = value
     for old in [old for old in places if old[: len(path)] == path]:
         del places[old]
-    places[path] = label
+    places.update({(*path, *inner): label for inner in inner_paths})
     return problems

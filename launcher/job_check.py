@@ -42,6 +42,8 @@ class Where:
     def near(self, path: KeyPath) -> str:
         """The same in a few words, for the second place that a message names."""
         place = self.places.get(path)
+        if place is None and path[-1:] == ("name",):
+            place = self.places.get(path[:-1])  # `strategy: zero2` for {name: zero2}
         if place is None:
             return "the default"
         return place if isinstance(place, str) else f"line {place}"
@@ -87,7 +89,7 @@ def validate(values: object, where: Where, problems: list[Problem], source: Path
     checked with their defaults in place.
     """
     found = list(problems)
-    set_aside: set[KeyPath] = {problem.path for problem in problems}
+    set_aside: set[KeyPath] = {problem.path for problem in problems if problem.path}
     remaining = values
     job: Job | None = None
     for _ in range(8):  # setting a field aside may show others, at most once for each level of nesting
@@ -192,7 +194,7 @@ def _translate(detail: ErrorDetails) -> Problem:
         return Problem(path, f"{context['error']}{hint}")
     for name, words in (("gt", "more than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most")):
         if name in context:
-            return Problem(path, f"{value} must be {words} {context[name]}{hint}")
+            return Problem(path, f"{value} must be {words} {context[name]:g}{hint}")
     return Problem(path, f"{value} {_EXPECTED.get(kind, 'is wrong: ' + detail['msg'])}{hint}")
 
 
@@ -256,7 +258,9 @@ def contradictions(job: Job, where: Where) -> list[Contradiction]:
         both(
             ("steps",),
             ("epochs",),
-            lambda at: f"steps {job.steps} and epochs {job.epochs:g} {at} are both given; keep one",
+            lambda at: (
+                f"steps {job.steps} and epochs {job.epochs:g} {at} are both given; keep one, or set the other to null"
+            ),
         )
     _check_counts(job, both)
     pins, span = job.strategy, _span(job.devices)
@@ -299,13 +303,13 @@ def _check_counts(job: Job, both: Both) -> None:
         both(
             ("devices", "count"),
             ("devices", "count"),
-            lambda at: f"[{least}, {most}] {at} has its ends swapped: write [least, most]",
+            lambda _: f"[{least}, {most}] has its ends swapped: write [least, most]",
         )
     if workers[0] > workers[1]:
         both(
             ("cluster", "workers"),
             ("cluster", "workers"),
-            lambda at: f"[{workers[0]}, {workers[1]}] {at} has its ends swapped: write [least, most]",
+            lambda _: f"[{workers[0]}, {workers[1]}] has its ends swapped: write [least, most]",
         )
     if job.batch < least:
         both(
