@@ -1,0 +1,109 @@
+"""Every device holds everything, and gradients are averaged: PyTorch's DDP, prepared by Accelerate."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from rung.strategies.collectives import DEADLINE_S, Collectives, naming_peers
+from rung.strategies.plan import Plan
+from rung.strategies.single import SingleStrategy
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class DdpStrategy(SingleStrategy):
+    """Trains one replica on each device.
+
+    `model` is the task's own module, not the wrapper: only the wrapper's reducer is used, which `backward` tells what
+    comes, from the loss. So a task may read the model's attributes, call it several times for one loss, or use a
+    weight outside `forward`, as under `single`; a forward pass costs nothing extra; and a micro-batch that is not the
+    last is left local by not telling.
+
+    Buffers are each rank's own (BatchNorm without sync: statistics of the samples it saw); rank 0's are saved. A
+    SyncBatchNorm that the model brings works; none is forced on it.
+    """
+
+    def __init__(self, plan: Plan, rank: int, store: "Store | None" = None, *, deadline_s: float = DEADLINE_S) -> None:
+        super().__init__(plan, rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._deadline_s = deadline_s
+        self._last = True
+        self._wrapper: DistributedDataParallel | None = None
+        self.collectives = Collectives.form(plan, rank, store, deadline_s=deadline_s)
+
+    def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        if self.plan.devices > 1 and any(p.requires_grad for p in module.parameters()):
+            with self._peers("while the replicas were made equal"):
+                self._wrapper = _prepare(module, self.plan, self.rank, self.device)
+        return module
+
+    def micro(self, *, last: bool) -> AbstractContextManager[None]:
+        self._last = last
+        return super().micro(last=last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self._wrapper is None or not self._last:
+            super().backward(loss)
+            return
+        with self._peers("while averaging gradients"):
+            reducer = self._wrapper.reducer
+            reducer.prepare_for_forward()
+            # Once, after the first step: buckets in the order in which gradients really come.
+            reducer._rebuild_buckets()
+            reducer.prepare_for_backward([loss])
+            super().backward(loss)
+
+    def close(self) -> None:
+        self._wrapper = None
+        super().close()
+
+    def _peers(self, when: str) -> AbstractContextManager[None]:
+        return naming_peers(self.rank, self.plan.devices, when, self._deadline_s)
+
+
+def _prepare(module: torch.nn.Module, plan: Plan, rank: int, device: torch.device) -> DistributedDataParallel:
+    """DDP around `module`, by Accelerate, which joins the process group that is there."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.state import AcceleratorState
+
+    options = DistributedDataParallelKwargs(
+        broadcast_buffers=False, find_unused_parameters=True, gradient_as_bucket_view=True
+    )
+    # A plan that ran before in this process may have left its own (frozen) state behind.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    threads = torch.get_num_threads()
+    world = plan.devices
+    with _environment(
+        # One "node": else Accelerate wants an address, which it does not use as the group exists.
+        RANK=rank,
+        WORLD_SIZE=world,
+        LOCAL_RANK=device.index or 0,
+        LOCAL_WORLD_SIZE=world,
+        OMP_NUM_THREADS=threads,
+    ):
+        accelerator = Accelerator(mixed_precision="no", cpu=plan.device == "cpu", kwargs_handlers=[options])
+        wrapper = accelerator.prepare_model(module)
+    assert isinstance(wrapper, DistributedDataParallel)
+    return wrapper
+
+
+@contextlib.contextmanager
+def _environment(**values: int) -> Iterator[None]:
+    """Accelerate is configured through the environment: what it is to see, and nothing that it left or a user set."""
+    before = dict(os.environ)
+    for name in before:
+        if name.startswith("ACCELERATE_") or name in ("MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+    os.environ.update({name: str(value) for name, value in values.items()})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,30 @@
+"""From a plan to the strategy that carries it out. Loads only what that strategy needs."""
+
+from typing import TYPE_CHECKING
+
+from rung.strategies.base import Strategy
+from rung.strategies.plan import Plan
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+def make_strategy(plan: Plan, rank: int, store: "Store | None") -> Strategy:
+    """The strategy of `plan` for worker `rank`; `store` is where the workers meet (None where there is only one).
+
+    With several workers this forms their process group, so it blocks until all have called it. Raises WorkersFailed
+    if one does not come in time.
+    """
+    match plan.strategy:
+        case "single":
+            from rung.strategies.single import SingleStrategy
+
+            return SingleStrategy(plan, rank)
+        case "ddp":
+            from rung.strategies.ddp import DdpStrategy
+
+            return DdpStrategy(plan, rank, store)
+        case "zero1" | "zero2" | "zero3":
+            from rung.strategies.zero import ZeroStrategy
+
+            return ZeroStrategy(plan, rank, store)
