@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
-from rung.cluster.failures import Cause, classify
-from rung.cluster.local import Ended, Message, Workers, WorkerSpec
-from rung.cluster.verdict import verdict
+from rung.cluster.failures import Cause, Ended
+from rung.cluster.link import Stop
+from rung.cluster.local import Message, Workers, WorkerSpec
 from rung.launcher.checkpoint.manifest import Part
 from rung.launcher.checkpoint.retention import Keeper
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job
-from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, Steps, Stop, Validated
+from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, Steps, Validated
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import Status, View, duration
 from rung.strategies.errors import RungError
@@ -24,6 +24,8 @@ from rung.strategies.plan import Plan
 ENTRY = "rung.launcher.train:main"
 #: How long one look for messages lasts; signals are answered within it.
 POLL_S = 0.2
+#: How long workers may take to be forked and to have loaded their libraries.
+START_S = 300.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,7 +96,7 @@ class Attempt:
                        memory_cap_bytes=self.plan.memory_cap_bytes if self.plan.device == "cpu" else None)
             for rank in range(self.plan.devices)
         ]  # fmt: skip
-        with Workers.start(ENTRY, specs) as workers:
+        with Workers.start(ENTRY, specs, deadline_s=START_S) as workers:
             while len(self.ended) < self.plan.devices:
                 for event in workers.poll(POLL_S):
                     self._serve(event)
@@ -142,7 +144,7 @@ class Attempt:
         now = time.monotonic()
         self.metrics.steps(steps.records)
         self._recent = [(t, n) for t, n in [*self._recent, (now, last.samples_seen)] if now - t <= 10.0]
-        (t0, n0), span = self._recent[0], now - self._recent[0][0]
+        (_, n0), span = self._recent[0], now - self._recent[0][0]
         s = self.status
         s.samples_per_s = (last.samples_seen - n0) / span if span > 0 else self.job.batch / max(last.seconds, 1e-9)
         s.step, s.epoch, s.loss, s.samples_seen = last.step, last.epoch, last.loss, last.samples_seen
@@ -194,10 +196,11 @@ class Attempt:
 
     def _close(self, workers: Workers) -> None:
         """Ends what still runs, and fills in the outcome from the first failure in time."""
-        all_well = len(self.finished) == self.plan.devices and self._commit_error is None
         left = len(self.ended) < self.plan.devices
-        for event in workers.stop(grace_s=0.0 if self.signals.again else 3.0):
+        workers.stop(grace_s=0.0 if self.signals.again else 3.0)
+        for event in workers.poll():
             self._serve(event)
+        all_well = len(self.finished) == self.plan.devices
         self.outcome.peak_bytes = max((f.peak_bytes for f in self.finished.values()), default=0)
         if self._commit_error is not None:
             self.outcome.reason, self.outcome.error = "failed", self._commit_error
@@ -208,6 +211,16 @@ class Attempt:
         elif self.signals.first is not None and left:
             self.outcome.reason = "cut short"
         else:
-            said = verdict(workers.ends(), workers.context())
-            self.outcome.reason, self.outcome.explanation = "failed", said.text
-            self.outcome.cause, self.outcome.error = classify(said.first), said.error
+            self._explain(workers)
+
+    def _explain(self, workers: Workers) -> None:
+        """Fills in cause, error and explanation from the failure that came first."""
+        self.outcome.reason = "failed"
+        said = workers.verdict(device=self.plan.device)
+        if said is None:
+            self.outcome.explanation = "the workers ended before they had finished"
+            self.outcome.cause = Cause.LOST_WORKER
+            return
+        self.outcome.cause, self.outcome.explanation = said.cause, said.text
+        if said.first.failure is not None:
+            self.outcome.error = said.first.failure.error

@@ -1,13 +1,63 @@
 """Keeps the checkpoints of a run: commits complete ones, deletes old ones, finds the one to go on from."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+
+from rung.launcher.checkpoint import manifest as manifests
+from rung.launcher.checkpoint import retention
+from rung.launcher.checkpoint.load import newest_valid
+from rung.launcher.checkpoint.manifest import Manifest, Meta, Part
+from rung.launcher.job import Job
+from rung.launcher.storage import Store
+from rung.launcher.watch.progress import View
+from rung.strategies.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resume:
-    """Where training goes on."""
+class Keeper:
+    """The launcher's side of checkpoints: no tensor passes through here."""
 
-    name: str
-    step: int
-    epoch: int
-    position: int
+    def __init__(self, store: Store, job: Job, view: View) -> None:
+        self.store, self.job, self.view = store, job, view
+        self.committed_step = -1
+
+    def commit(self, parts: Sequence[Part], plan: Plan, metrics: Mapping[str, float]) -> str:
+        """Makes a checkpoint of what all workers wrote, then deletes those that are no longer kept."""
+        said = parts[0].meta
+        meta = Meta(
+            step=parts[0].step,
+            epoch=said["epoch"],
+            position=said["position"],
+            global_batch=plan.global_batch,
+            seed=self.job.seed,
+            job_digest=self.job.digest(),
+            task_digest=said["task_digest"],
+            world_size=plan.devices,
+            strategy=plan.strategy,
+            healthy=said["healthy"],
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            aliases=said["aliases"],
+            trainer=said["trainer"],
+        )
+        name = manifests.commit(self.store, manifests.merge(parts, meta))
+        self.committed_step = meta.step
+        self._delete_old()
+        return name
+
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint whose manifest and file sizes are in order; says which newer ones are not."""
+        found, rejected = newest_valid(self.store)
+        for name, reason in rejected:
+            self.view.say(f"warning    {name} cannot be used: {reason}", style="yellow")
+        if found is not None:
+            self.committed_step = found.step
+        return found
+
+    def _delete_old(self) -> None:
+        """Only after a commit; by one process: this one."""
+        retention.prune(self.store, keep=self.job.checkpoint.keep, keep_best=self.job.checkpoint.keep_best)
+
+    def sweep(self) -> None:
+        """Deletes what dead runs left half-written. The lease says that no one else is writing."""
+        retention.sweep(self.store)
+
+

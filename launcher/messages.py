@@ -1,4 +1,4 @@
-"""What workers tell the launcher, and what it tells them. Plain values; none needs torch to be unpickled."""
+"""What workers tell the launcher. Plain values; none needs torch to be unpickled."""
 
 from dataclasses import dataclass, field
 
@@ -94,10 +94,3 @@ class Finished:
     reason: str
     peak_bytes: int
     totals: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stop:
-    """Launcher to worker: finish the step, save, leave."""
-
-    reason: str

@@ -34,7 +34,7 @@ class Options:
 
 def prepare() -> None:
     """Starts the process that workers are forked from. Call it as early as can be; it returns at once."""
-    warm(PRELOAD)
+    warm(PRELOAD, {})
 
 
 def launch(job: Job, options: Options, view: View) -> None:

@@ -11,27 +11,28 @@ from typing import Any
 
 import torch
 
-from rung.cluster.link import Link
+from rung.cluster.link import Link, Stop
 from rung.launcher import cadence, smoke
 from rung.launcher.checkpoint.load import Loader as StateLoader
 from rung.launcher.checkpoint.manifest import Manifest, Part
 from rung.launcher.checkpoint.save import Saver
-from rung.launcher.data.loader import StepLoader, eval_batches
+from rung.launcher.data.loader import Loader, Step, eval_batches
 from rung.launcher.data.order import Order
 from rung.launcher.data.rng import seed_everything
 from rung.launcher.job import Job
-from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, StepRecord, Steps, Stop, Validated
+from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, StepRecord, Steps, Validated
 from rung.launcher.schedule import schedule_factor
 from rung.launcher.storage import Store
 from rung.launcher.task import load_task, make_optimizer
 from rung.launcher.watch import health
-from rung.strategies.collectives import Collectives
 from rung.strategies.errors import DataError, HealthError
 from rung.strategies.make import make_strategy
 from rung.strategies.measure import Memory
 
 #: How often a worker tells its numbers, in seconds.
 REPORT_S = 0.25
+#: How long the workers of a group may take to come together, in seconds: the slowest may be reading its data.
+GROUP_S = 600.0
 #: How many losses the guard remembers, to tell a rising one.
 WINDOW = 32
 
@@ -93,23 +94,19 @@ class Trainer:
     def _count_steps(self) -> None:
         if self.train_data is None:
             raise DataError("dataset('train') returned None", hint="return a torch Dataset")
-        samples = len(self.train_data)
-        if samples == 0:
-            raise DataError("dataset('train') is empty", hint="give it at least one sample")
-        self.order = Order(size=samples, seed=self.job.seed)
-        self.per_epoch = cadence.steps_per_epoch(samples, self.job.batch)
+        self.order = Order(size=len(self.train_data), seed=self.job.seed)
+        self.per_epoch = cadence.steps_per_epoch(self.order.length, self.job.batch)
         self.total_steps = cadence.total_steps(steps=self.job.steps, epochs=self.job.epochs, per_epoch=self.per_epoch)
 
     def _build(self) -> None:
         plan, rank = self.plan, self.link.rank
-        store = self.link.store() if plan.devices > 1 else None
+        store = self.link.store(GROUP_S) if plan.devices > 1 else None
         self.strategy = make_strategy(plan, rank, store)
         seed_everything(self.job.seed, 0, 0)  # the same weights on every rank and under every strategy
         self.strategy.build(
             self.task.model, lambda model: make_optimizer(self.job.optimizer, self.task.parameters(model))
         )
         self.base_lrs = [group["lr"] for group in self.strategy.optimizer.param_groups]
-        self.collectives = Collectives.of(self.strategy)
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.run_store = Store.open(self.job.run, self.job.checkpoint.options)
         self.saver = Saver(self.run_store, rank=rank, world=plan.devices, attempt=self.assignment.attempt,
@@ -128,15 +125,14 @@ class Trainer:
         self.units_seen = float(state["units_seen"])
 
     def _try_ten(self) -> None:
-        count = min(smoke.TEN, self.order.size)
+        count = min(smoke.TEN, self.order.length)
         first = [int(i) for i in self.order.indices(self.epoch, 0, count)]
         smoke.try_ten(self.task, self.strategy, self.train_data, first, self._to_device)
 
     def _announce(self) -> None:
-        self.loader = StepLoader(
+        self.loader = Loader(
             self.train_data, self.task.collate, self.order, self.plan, self.link.rank,
-            start=(self.epoch, self.position), workers=self._loader_workers(), seed=self.job.seed,
-            pin_memory=self.strategy.device.type == "cuda",
+            epoch=self.epoch, position=self.position, workers=self._loader_workers(),
         )  # fmt: skip
         parameters = list(self.strategy.model.parameters())
         self.link.send(
@@ -147,7 +143,7 @@ class Trainer:
                 samples=self.order.size,
                 parameters=sum(p.numel() for p in parameters),
                 trainable=sum(p.numel() for p in parameters if p.requires_grad),
-                loader_workers=self.loader.workers,
+                loader_workers=len(self.loader.worker_pids),
             )
         )
 
@@ -157,14 +153,13 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def _loop(self) -> None:
-        steps = iter(self.loader)
         while self.step < self.total_steps and not self.stop_reason:
             began = time.perf_counter()
-            batch = next(steps)
+            batch = next(self.loader)
             self._set_lr()
             loss, norm, weight, data_s, save_now = self._one_step(batch, began)
             self.step += 1
-            self.epoch, self.position = batch.after
+            self.epoch, self.position = batch.resume
             self._guard(batch, loss, norm)
             self.units_seen += weight
             self._records.append(
@@ -181,22 +176,23 @@ class Trainer:
             if save_now or last or self._due(self.job.checkpoint.every):
                 self._save()
 
-    def _one_step(self, batch: Any, began: float) -> tuple[float, float, float, float, bool]:
+    def _one_step(self, batch: Step, began: float) -> tuple[float, float, float, float, bool]:
         """One optimizer step over one global batch. Returns the global loss and norm, the global weight, the time
         spent waiting for data, and whether a save is due by the clock."""
         strategy, task, devices = self.strategy, self.task, self.plan.devices
-        micros = batch.micros()
+        own: list[float] | None = None
+        total = float(batch.count)
         if task.has_weight:
-            micros = list(micros)
-            own = [0.0 if m.filler else task.weight(m.batch) for m in micros]
-            [total] = self.collectives.agree([sum(own)])
-        else:
-            own, total = None, float(batch.count)
+            batch = batch.materialise()
+            own = [0.0 if m.filler else task.weight(m.batch) for m in batch.micro]
+            [total] = strategy.collectives.agree([sum(own)])
+        micros = iter(batch.micro)
+        micro = next(micros)
         data_s = time.perf_counter() - began
         seed_everything(self.job.seed, self.step + 1, self.link.rank)
         scale = devices / total if total > 0 else 0.0
         loss_sum: torch.Tensor | float = 0.0
-        for slot, micro in enumerate(micros):
+        for slot in range(batch.slots):
             weight = own[slot] if own is not None else (0.0 if micro.filler else float(len(micro.indices)))
             on_device = self._to_device(micro.batch)
             with strategy.micro(last=slot == batch.slots - 1):
@@ -205,6 +201,10 @@ class Trainer:
                 strategy.backward(loss if factor == 1.0 else loss * factor)
             if weight:
                 loss_sum = loss_sum + loss.detach() * weight
+            if slot < batch.slots - 1:
+                began = time.perf_counter()
+                micro = next(micros)
+                data_s += time.perf_counter() - began
         local = float(loss_sum)
         loss_all, stop, save_now = self._agree(local)
         self._local_bad = not math.isfinite(local)
@@ -221,7 +221,7 @@ class Trainer:
         every = self.job.checkpoint.every
         clock = every is not None and every.unit == "minutes" and self.link.rank == 0
         timed = clock and self._minutes_since_save() >= every.amount  # type: ignore[union-attr]
-        loss, stop, save = self.collectives.agree([loss_sum, float(told), float(timed)])
+        loss, stop, save = self.strategy.collectives.agree([loss_sum, float(told), float(timed)])
         return loss, stop > 0, save > 0
 
     def _told_to_stop(self) -> bool:
@@ -235,7 +235,7 @@ class Trainer:
         for group, base in zip(self.strategy.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
 
-    def _guard(self, batch: Any, loss: float, norm: float) -> None:
+    def _guard(self, batch: Step, loss: float, norm: float) -> None:
         verdict = health.judge(
             step=self.step, loss=loss, norm=norm, rules=self.rules, skipped_in_a_row=self.skipped,
             precision=self.plan.precision,
@@ -253,9 +253,9 @@ class Trainer:
             return
         raise self._health_error(batch, verdict.reason)
 
-    def _health_error(self, batch: Any, reason: str) -> HealthError:
+    def _health_error(self, batch: Step, reason: str) -> HealthError:
         """Names the samples: those of this rank if its own loss is bad, else those of the whole global batch."""
-        indices = [int(i) for i in self.order.indices(batch.epoch, batch.position, batch.count)]
+        indices = [int(i) for i in batch.indices]
         facts = smoke.batch_facts([self.train_data[i] for i in indices[:256]])
         cause = health.likely_cause(
             facts=facts, lr=self.strategy.optimizer.param_groups[0]["lr"], precision=self.plan.precision,
@@ -294,7 +294,7 @@ class Trainer:
                     sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)
         model.train()
         names = sorted(sums)
-        *all_sums, total = self.collectives.agree([*(sums[n] for n in names), total])
+        *all_sums, total = self.strategy.collectives.agree([*(sums[n] for n in names), total])
         if self.link.rank == 0 and total > 0:
             metrics = {n: s / total for n, s in zip(names, all_sums, strict=True)}
             self._report(force=True)
@@ -322,7 +322,7 @@ class Trainer:
         return (time.monotonic() - self._saved_s) / 60
 
     def _samples_seen(self) -> int:
-        return self.epoch * self.order.size + self.position
+        return self.epoch * self.order.length + self.position
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()

@@ -1,0 +1,188 @@
+"""What to do when an attempt has failed: pure functions from cause, ladder and history to a decision.
+
+The cause decides. Out of memory changes the plan. A lost or hung worker keeps it, a few times, with a pause that grows;
+then it goes on with fewer devices, where the job allows that. Everything else would only fail again, and stops.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rung.cluster.failures import Cause
+from rung.launcher.planner import Ladder, corrected, gib
+from rung.strategies.plan import Plan
+
+#: Out of memory this often without one completed step in between is a broken job, not a tight one.
+MOST_RUNGS = 12
+#: A worker lost this often without one completed step in between will be lost again.
+MOST_RESTARTS = 3
+#: The pause before the n-th restart without progress, in seconds.
+PAUSES_S = (1.0, 4.0, 15.0)
+
+_OUT_OF_MEMORY = (Cause.DEVICE_OOM, Cause.HOST_OOM)
+_LOST = (Cause.LOST_WORKER, Cause.HUNG)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """One attempt that failed: where it began, how far it got, and why it ended.
+
+    `peak_bytes` is the most memory that a device was seen to hold, 0 if nobody saw.
+    """
+
+    plan: Plan
+    cause: Cause
+    first_step: int
+    step: int
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retry:
+    """Go on with this plan after a pause. `ladder` is what is left of it, corrected by what was seen."""
+
+    plan: Plan
+    ladder: Ladder
+    reason: str
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiveUp:
+    """Stop. `fits_nowhere` tells exit 3 (no rung is left) from exit 5 (workers fail)."""
+
+    reason: str
+    fits_nowhere: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What the job allows. `allow` names what may change: strategies (`zero2`), `micro_batch`,
+    `activation_checkpointing`, `offload`; None allows all. `fewest_devices` is the least that it may run on."""
+
+    enabled: bool = True
+    allow: tuple[str, ...] | None = None
+    fewest_devices: int = 1
+
+
+def decide(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
+    """What to do after the last entry of `history`, with what is left of the ladder."""
+    last = history[-1]
+    if last.cause in _OUT_OF_MEMORY:
+        return _smaller(history, ladder, rules)
+    if last.cause in _LOST:
+        return _again(history, ladder, rules)
+    return GiveUp(reason=f"{last.cause.value.replace('_', ' ')} would only happen again")
+
+
+def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
+    last = history[-1]
+    where = "host memory" if last.cause is Cause.HOST_OOM else "device memory"
+    if not rules.enabled:
+        return GiveUp(reason=f"out of {where}, and the job says fallback: off", fits_nowhere=True)
+    if _without_progress(history, _OUT_OF_MEMORY) > MOST_RUNGS:
+        return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without a step in between", fits_nowhere=True)
+    before = {_key(plan): plan for plan in ladder.plans}
+    left = corrected(ladder, last.plan, last.peak_bytes or last.plan.predicted_device_peak_bytes or 0)
+    for plan in left.plans:
+        if allowed(last.plan, plan, rules) and eases(last.plan, before[_key(plan)], last.cause):
+            return Retry(
+                plan=plan, ladder=left, reason=f"out of {where}{_at(last.peak_bytes)}: {difference(last.plan, plan)}"
+            )
+    return GiveUp(reason=f"out of {where}, and no rung of the ladder is left that takes less", fits_nowhere=True)
+
+
+def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
+    last = history[-1]
+    what = "a worker hung" if last.cause is Cause.HUNG else "a worker was lost"
+    count = _without_progress(history, _LOST)
+    if count <= MOST_RESTARTS:
+        pause = PAUSES_S[min(count, len(PAUSES_S)) - 1]
+        return Retry(
+            plan=last.plan,
+            ladder=ladder,
+            reason=f"{what}: same plan, restart {count} of {MOST_RESTARTS}",
+            pause_s=pause,
+        )
+    fewer = [p for p in ladder.plans if rules.fewest_devices <= p.devices < last.plan.devices]
+    if fewer:
+        plan = max(fewer, key=lambda p: p.devices)
+        return Retry(plan=plan, ladder=ladder, reason=f"{what} {count} times: {difference(last.plan, plan)}")
+    return GiveUp(reason=f"{what} {count} times without a step in between")
+
+
+def _without_progress(history: Sequence[Tried], causes: tuple[Cause, ...]) -> int:
+    """How many failures of such a cause stand at the end of the history since the last completed step."""
+    count = 0
+    for tried in reversed(history):
+        if tried.cause in causes:
+            count += 1
+        if tried.step > tried.first_step:
+            break
+    return count
+
+
+def allowed(old: Plan, new: Plan, rules: Rules) -> bool:
+    """Whether the job lets `old` become `new`."""
+    if rules.allow is None:
+        return True
+    return all(change in rules.allow for change in changes(old, new))
+
+
+def changes(old: Plan, new: Plan) -> list[str]:
+    """Names of what differs, in the words that `fallback: {allow: [...]}` uses."""
+    found = []
+    if old.strategy != new.strategy:
+        found.append(new.strategy)
+    if old.micro_batch != new.micro_batch and old.devices == new.devices:
+        found.append("micro_batch")
+    if old.activation_checkpointing != new.activation_checkpointing:
+        found.append("activation_checkpointing")
+    if (old.offload_optimizer, old.offload_parameters) != (new.offload_optimizer, new.offload_parameters):
+        found.append("offload")
+    if old.devices != new.devices:
+        found.append("devices")
+    return found
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    return (
+        plan.strategy, plan.devices, plan.micro_batch, plan.activation_checkpointing,
+        plan.offload_optimizer, plan.offload_parameters,
+    )  # fmt: skip
+
+
+def eases(old: Plan, new: Plan, cause: Cause) -> bool:
+    """Whether `new` takes less of the memory that ran out than `old`: by prediction if both have one, else by kind."""
+    if cause is Cause.HOST_OOM and old.device != "cpu":
+        before, after = old.predicted_host_peak_bytes, new.predicted_host_peak_bytes
+    else:
+        before, after = old.predicted_device_peak_bytes, new.predicted_device_peak_bytes
+    if before is not None and after is not None:
+        return after < before
+    return _frugality(new) > _frugality(old)
+
+
+def _frugality(plan: Plan) -> tuple[int, int, bool, int]:
+    """More of it takes less memory: what the ladder without a profile is ordered by."""
+    offloads = sum(("none", "host", "disk").index(w) for w in (plan.offload_optimizer, plan.offload_parameters))
+    return offloads, plan.zero_stage, plan.activation_checkpointing, -plan.micro_batch
+
+
+def difference(old: Plan, new: Plan) -> str:
+    """What changes, in words."""
+    words = []
+    if old.strategy != new.strategy or old.devices != new.devices:
+        words.append(f"{old.strategy} on {old.devices} -> {new.strategy} on {new.devices}")
+    if old.micro_batch != new.micro_batch:
+        words.append(f"micro-batch {old.micro_batch} -> {new.micro_batch} (x {new.accumulation} accumulated)")
+    if old.activation_checkpointing != new.activation_checkpointing:
+        words.append(f"activation checkpointing {'on' if new.activation_checkpointing else 'off'}")
+    for what in ("optimizer", "parameters"):
+        before, after = getattr(old, f"offload_{what}"), getattr(new, f"offload_{what}")
+        if before != after:
+            words.append(f"{what} on {after}" if after != "none" else f"{what} back on the device")
+    return ", ".join(words) or "the same plan"
+
+
+def _at(peak_bytes: int) -> str:
+    return f" at {gib(peak_bytes)}" if peak_bytes else ""

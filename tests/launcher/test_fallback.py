@@ -1,0 +1,121 @@
+"""What follows from a failure: the cause decides. Pure, so every case is one call."""
+
+import pytest
+
+from rung.cluster.failures import Cause
+from rung.launcher.fallback import MOST_RESTARTS, MOST_RUNGS, GiveUp, Retry, Rules, Tried, changes, decide
+from rung.launcher.planner import Ladder, Rung
+from rung.strategies.plan import Plan
+
+GIB = 1 << 30
+
+
+def plan(strategy="ddp", devices=2, micro=16, peak=None, **more):
+    return Plan(
+        strategy=strategy, device="cpu", devices=devices, global_batch=32, micro_batch=micro,
+        predicted_device_peak_bytes=peak, **more,
+    )  # fmt: skip
+
+
+def ladder(*plans):
+    return Ladder(rungs=tuple(Rung(plan=p) for p in plans))
+
+
+def tried(of, cause=Cause.DEVICE_OOM, first=0, step=0, peak=0):
+    return Tried(plan=of, cause=cause, first_step=first, step=step, peak_bytes=peak)
+
+
+A = plan(peak=8 * GIB)
+B = plan(micro=8, peak=5 * GIB)
+C = plan(micro=4, peak=3 * GIB)
+D = plan("zero3", micro=4, peak=1 * GIB)
+
+
+def test_out_of_memory_takes_the_first_rung_that_fits_by_what_was_seen():
+    # A was predicted at 8 and failed at 16: everything needs twice as much, so B (10) fits below 16.
+    found = decide([tried(A, peak=16 * GIB)], ladder(A, B, C, D), Rules())
+    assert isinstance(found, Retry)
+    assert found.plan.micro_batch == 8
+    assert A not in found.ladder.plans
+
+
+def test_a_rung_whose_corrected_prediction_does_not_fit_is_passed_over():
+    # A failed at 4 although 8 were predicted: there is less memory than thought, too little for B (5).
+    found = decide([tried(A, peak=4 * GIB)], ladder(A, B, C, D), Rules())
+    assert found.plan.micro_batch == 4
+
+
+def test_the_failed_rung_is_never_tried_again():
+    rest = decide([tried(A, peak=8 * GIB)], ladder(A, B), Rules())
+    end = decide([tried(A, peak=8 * GIB), tried(rest.plan, peak=8 * GIB)], rest.ladder, Rules())
+    assert isinstance(end, GiveUp)
+    assert end.fits_nowhere
+
+
+def test_without_predictions_a_more_frugal_plan_is_taken():
+    big, small, zero = plan(micro=16), plan(micro=8), plan("zero2", micro=16)
+    assert decide([tried(big)], ladder(big, small, zero), Rules()).plan == small
+    assert decide([tried(small)], ladder(big, small, zero), Rules()).plan == zero
+
+
+def test_fallback_off_stops_at_once():
+    found = decide([tried(A)], ladder(A, B), Rules(enabled=False))
+    assert isinstance(found, GiveUp)
+    assert "fallback: off" in found.reason
+
+
+def test_allow_restricts_what_may_change():
+    found = decide([tried(A, peak=8 * GIB)], ladder(A, B, C, D), Rules(allow=("zero3", "micro_batch")))
+    assert found.plan.strategy == "ddp"
+    only_zero = decide([tried(A, peak=8 * GIB)], ladder(A, B, C, plan("zero3", peak=GIB)), Rules(allow=("zero3",)))
+    assert only_zero.plan.strategy == "zero3"
+
+
+def test_out_of_memory_attempts_are_bounded_and_progress_resets_the_bound():
+    stuck = [tried(A, peak=8 * GIB)] * (MOST_RUNGS + 1)
+    assert isinstance(decide(stuck, ladder(A, B), Rules()), GiveUp)
+    moving = [tried(A, first=n, step=n + 1, peak=8 * GIB) for n in range(MOST_RUNGS + 5)]
+    assert isinstance(decide(moving, ladder(A, B), Rules()), Retry)
+
+
+@pytest.mark.parametrize("cause", [Cause.LOST_WORKER, Cause.HUNG])
+def test_a_lost_worker_keeps_the_plan_with_growing_pauses_then_gives_up(cause):
+    history, pauses = [], []
+    for _ in range(MOST_RESTARTS):
+        history.append(tried(A, cause))
+        found = decide(history, ladder(A, B), Rules(fewest_devices=2))
+        assert found.plan == A
+        pauses.append(found.pause_s)
+    assert pauses == sorted(pauses)
+    assert pauses[0] > 0
+    assert isinstance(decide([*history, tried(A, cause)], ladder(A, B), Rules(fewest_devices=2)), GiveUp)
+
+
+def test_a_worker_that_stays_away_means_fewer_devices_where_the_job_allows():
+    one = plan("single", devices=1)
+    found = decide([tried(A, Cause.LOST_WORKER)] * (MOST_RESTARTS + 1), ladder(A, one), Rules(fewest_devices=1))
+    assert found.plan == one
+
+
+def test_progress_between_lost_workers_resets_the_count():
+    history = [tried(A, Cause.LOST_WORKER, first=n, step=n + 9) for n in range(50)]
+    found = decide(history, ladder(A), Rules())
+    assert isinstance(found, Retry)
+    assert "restart 1 of" in found.reason
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [Cause.NON_FINITE, Cause.BAD_DATA, Cause.USER_EXCEPTION, Cause.STORAGE, Cause.DEPENDENCY, Cause.PREEMPTION],
+)
+def test_what_would_only_happen_again_stops(cause):
+    found = decide([tried(A, cause)], ladder(A, B), Rules())
+    assert isinstance(found, GiveUp)
+    assert not found.fits_nowhere
+
+
+def test_changes_are_named_as_the_job_file_names_them():
+    assert changes(A, B) == ["micro_batch"]
+    assert changes(A, D) == ["zero3", "micro_batch"]
+    assert changes(A, plan(activation_checkpointing=True)) == ["activation_checkpointing"]
+    assert changes(plan("zero3"), plan("zero3", offload_optimizer="disk")) == ["offload"]
