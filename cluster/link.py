@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,9 @@ class Link:
         self._inbox: deque[Any] = deque()
         self._ports: queue.Queue[tuple[int, int]] = queue.Queue()
         self._stores = 0
+        self.intercept: Callable[[Any], bool] | None = None
+        """Sees each value as it comes down, on the listening thread, even while the main thread hangs in a collective;
+        if it returns True, the value does not reach `poll`."""
 
     def send(self, value: object) -> None:
         """Sends `value` up. The launcher reads all the time, so this does not wait for it to care."""
@@ -210,7 +214,7 @@ class Link:
                 value = pickle.loads(body)  # noqa: S301 - from our own launcher
                 if kind == PORT:
                     self._ports.put(value)
-                else:
+                elif self.intercept is None or not self.intercept(value):
                     self._inbox.append(value)
             try:
                 data = self._sock.recv(1 << 20)
