@@ -58,6 +58,7 @@ class Device:
     order of PCI addresses. `uuid` names it for good and is what a worker's CUDA_VISIBLE_DEVICES should hold.
     `capability` is the CUDA compute capability ("9.0"), AMD's chip name ("gfx942"), or the best matrix extension of
     a CPU. `bf16`: bfloat16 arithmetic in hardware. PyTorch calls AMD's GPUs "cuda" too; `vendor` tells them apart.
+    `mig`: part of a GPU; `alias` is then the older name that CUDA_VISIBLE_DEVICES may hold.
     """
 
     kind: DeviceKind
@@ -73,6 +74,7 @@ class Device:
     pci: str = ""
     numa_node: int | None = None
     mig: bool = False
+    alias: str = ""
     processes: tuple[DeviceProcess, ...] = ()
     links: tuple[DeviceLink, ...] = ()
 
@@ -120,7 +122,7 @@ class GpuProbe:
                         subject="cuda.nvml",
                         fact=f"the NVIDIA driver could not be asked: {answer.reason}",
                         why="there is an NVIDIA device file, but no GPU can be used before its driver answers",
-                        fix="nvidia-smi",
+                        fix="pip install nvidia-ml-py" if "No module named" in answer.reason else "nvidia-smi",
                     ),
                 )
             )
@@ -188,9 +190,9 @@ def has_nvidia(root: Path = Path("/")) -> bool:
     return any((root / path).exists() for path in ("dev/nvidiactl", "dev/nvidia0", "dev/dxg"))
 
 
-def gpu_health(deadline: float) -> tuple[nvml.RawNvidia | None, str]:
+def gpu_health(deadline: float, *, environ: Mapping[str, str] | None = None) -> tuple[nvml.RawNvidia | None, str]:
     """NVML's word on memory errors, clocks and PCIe, or None and the reason. `deadline`: of `time.monotonic`."""
-    answer = InChild(_NVML, arguments=("health",)).answer(deadline)
+    answer = InChild(_NVML, arguments=("health",), env=environ).answer(deadline)
     return cast("nvml.RawNvidia | None", answer.value), answer.reason
 
 
@@ -224,8 +226,8 @@ def select(
 def _names(token: str, device: Device) -> bool:
     if token.isascii() and token.isdigit():
         return len(token) < 6 and int(token) == device.physical_index
-    if token.startswith("MIG-") and "/" in token:  # the older name, kept by `_from_nvidia` beside the PCI address
-        return device.mig and device.pci.endswith(f" {token}")
+    if token.startswith("MIG-") and "/" in token:  # the older kind of name
+        return token == device.alias
     return bool(token) and device.uuid.lower().startswith(token.lower())
 
 
@@ -251,12 +253,12 @@ def _renumbered(devices: Iterable[Device]) -> tuple[Device, ...]:
 
 def _from_nvidia(gpus: list[nvml.RawGpu], root: Path) -> tuple[Device, ...]:
     devices: list[Device] = []
-    for number, gpu in enumerate(gpus):
+    for gpu in gpus:
         capability = gpu["capability"]
         whole = Device(
             kind="cuda",
-            index=number,
-            physical_index=number,
+            index=gpu["index"],
+            physical_index=gpu["index"],
             name=gpu["name"],
             uuid=gpu["uuid"],
             total_bytes=gpu["total"] or _host_memory(root)[0],
@@ -279,7 +281,7 @@ def _from_nvidia(gpus: list[nvml.RawGpu], root: Path) -> tuple[Device, ...]:
                 uuid=part["uuid"],
                 total_bytes=part["total"],
                 free_bytes=part["free"],
-                pci=f"{gpu['pci']} {part['legacy']}",
+                alias=part["legacy"],
                 mig=True,
                 processes=tuple(_process(one["pid"], one["bytes"], root) for one in part["processes"]),
                 links=(),  # instances cannot reach each other or another GPU's memory

@@ -41,6 +41,7 @@ class RawInstance(TypedDict):
 class RawGpu(TypedDict):
     """One GPU, in the order of its PCI address. `links` holds [UUID of the peer, kind, NVLink connections]."""
 
+    index: int
     uuid: str
     name: str
     total: int
@@ -120,6 +121,7 @@ def _gpu(asker: _Asker, handle: Any, index: int) -> RawGpu:
     mig = asker.ask(f"{name} MIG mode", [0], nvml.nvmlDeviceGetMigMode, handle)[0] == 1
     pci = asker.ask(f"{name} PCI address", None, nvml.nvmlDeviceGetPciInfo, handle)
     return {
+        "index": index,
         "uuid": uuid,
         "name": _text(asker.ask(f"{name} name", "NVIDIA GPU", nvml.nvmlDeviceGetName, handle)),
         "total": memory.total if memory else 0,
@@ -160,7 +162,11 @@ def _instances(asker: _Asker, handle: Any, parent: str, name: str) -> list[RawIn
 
 
 def _processes(asker: _Asker, handle: Any, name: str) -> list[RawProcess]:
-    found = asker.ask(f"{name} processes", [], asker.nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+    nvml = asker.nvml
+    try:
+        found = nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+    except nvml.NVMLError:  # drivers before R510 know the second version only; if that fails too, it is remembered
+        found = asker.ask(f"{name} processes", [], nvml.nvmlDeviceGetComputeRunningProcesses_v2, handle)
     return [{"pid": one.pid, "bytes": one.usedGpuMemory} for one in found]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from machine_tree import GIB, MIB, NO_LIMIT_V1, V2_MOUNT, v1_mount, write
+
 from rung.cluster.limits import oom_kill_count, own_groups, parse_cpu_list, read_limits
 
 
