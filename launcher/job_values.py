@@ -200,16 +200,16 @@ class Job(_Section):
 
     @property
     def folder(self) -> Path:
-        """The folder of that file; relative paths and the task are looked up from there."""
+        """The folder of that file; the task is looked for there first."""
         return self._source.parent
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain JSON values, secrets included; `from_dict` is the inverse."""
-        return self.model_dump(mode="json")
+        """All fields and `source` as plain JSON values, secrets included; `from_dict` is the inverse."""
+        return {**self.model_dump(mode="json"), "source": str(self._source)}
 
     def public_dict(self) -> dict[str, Any]:
-        """`to_dict` with whatever may be secret masked: store options, environment values, passwords in URLs."""
-        values = self.to_dict()
+        """The fields with whatever may be secret masked: store options, environment values, passwords in URLs."""
+        values = self.model_dump(mode="json")
         values["checkpoint"]["options"] = _masked(values["checkpoint"]["options"])
         values["cluster"]["runtime_env"] = _masked_env(values["cluster"]["runtime_env"])
         for holder, key in ((values, "run"), (values, "init_from"), (values["cluster"], "address")):
@@ -223,11 +223,17 @@ class Job(_Section):
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     @classmethod
-    def from_dict(cls, values: object, *, source: Path = Path("job.yaml")) -> "Job":
-        """A job from what `to_dict` gave. Raises JobError with all problems."""
+    def from_dict(cls, values: object, *, source: Path | None = None) -> "Job":
+        """A job from what `to_dict` or `public_dict` gave; `source` replaces the one in it.
+
+        Raises JobError with all problems.
+        """
         from rung.launcher.job_check import Where, validate
 
-        return validate(values, Where("stored job"), [], source)
+        if isinstance(values, dict) and isinstance(stored := values.get("source"), str):
+            values = {key: value for key, value in values.items() if key != "source"}
+            source = source or Path(stored)
+        return validate(values, Where("stored job"), [], source or Path("job.yaml"))
 
     @classmethod
     def schema_json(cls) -> str:  # type: ignore[override]
