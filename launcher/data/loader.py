@@ -167,9 +167,12 @@ class Loader:
 
 
 def _size(dataset: MapStyle) -> int:
-    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    from torch.utils.data import IterableDataset
+
+    # An IterableDataset inherits a __getitem__ that only raises.
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TaskError(
-            f"dataset() returned a {type(dataset).__name__}, which has no __len__ and __getitem__",
+            f"dataset() returned a {type(dataset).__name__}, which has no __len__ and __getitem__ of its own",
             hint="return a map-style data set: any sample can be asked for by its index, also on resume",
         )
     return len(dataset)

@@ -74,8 +74,8 @@ class Order:
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly if two orders give the same samples at every epoch and position (16 hex digits)."""
-        digest = hashlib.blake2b(f"{self.size} {self.seed if self.shuffle else '-'}".encode(), digest_size=8)
+        """16 hex digits; two orders with the same one give the same samples at every epoch and position."""
+        digest = hashlib.blake2b(f"{self.length} {self.seed if self.shuffle else '-'}".encode(), digest_size=8)
         if self.subset is not None:
             digest.update(self.subset.astype("<i8").tobytes())
         return digest.hexdigest()
