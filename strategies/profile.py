@@ -97,8 +97,9 @@ class Profile:
 
     optimizer_bytes: state that stays, as the real optimizer class made it.
     step_bytes: the most that clipping and the optimizer's step hold beyond weights, gradients and state.
+    foreach_step_bytes: the same for the optimizer's "foreach" form, which PyTorch takes on CUDA.
     input_bytes: one batch as the loader gives it.
-    low_precision: whether forward and backward run under autocast to a 2-byte type.
+    largest_parameter: elements of the largest.
     longest: what was taken for the longest sample ("sample 12 of 64"), empty where sizes do not vary.
     """
 
@@ -114,6 +115,7 @@ class Profile:
     input_bytes: Line
     plain: Activity
     checkpointed: Activity | None = None
+    foreach_step_bytes: int = 0
     largest_parameter: int = 0
     longest: str = ""
     note: str = ""
