@@ -48,8 +48,12 @@ class LocalDisk:
             os.close(descriptor)
 
     def write(self, path: str, data: memoryview) -> None:
-        """Writes a whole new file and returns when it is on the disk."""
+        """Writes a whole new file and returns when it, and its name, are on the disk."""
         target = self.root / path
+        self._write(target, data)
+        self.sync_folder(target.parent)
+
+    def _write(self, target: Path, data: memoryview) -> None:
         self.make_folder(target.parent)
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
@@ -65,7 +69,7 @@ class LocalDisk:
         target = self.root / path
         temporary = self._temporary(target)
         try:
-            self.write(str(temporary.relative_to(self.root)), memoryview(data))
+            self._write(temporary, memoryview(data))
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -77,7 +81,7 @@ class LocalDisk:
         target = self.root / path
         temporary = self._temporary(target)
         try:
-            self.write(str(temporary.relative_to(self.root)), memoryview(data))
+            self._write(temporary, memoryview(data))
             os.link(temporary, target)  # unlike open(O_EXCL), nobody can see the file without its content
         except FileExistsError:
             return False
