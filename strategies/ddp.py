@@ -14,7 +14,7 @@ from rung.strategies.plan import Plan
 from rung.strategies.single import SingleStrategy
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Reducer, Store
 
 
 class DdpStrategy(SingleStrategy):
@@ -35,11 +35,14 @@ class DdpStrategy(SingleStrategy):
             torch.cuda.set_device(self.device)
         self._deadline_s = deadline_s
         self._last = True
+        self._reduced: list[torch.nn.Parameter] = []
+        self._unused: set[torch.nn.Parameter] = set()
         self._wrapper: DistributedDataParallel | None = None
         self.collectives = Collectives.form(plan, rank, store, deadline_s=deadline_s)
 
     def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         if self.plan.devices > 1 and any(p.requires_grad for p in module.parameters()):
+            self._reduced = [p for p in module.parameters() if p.requires_grad]
             with self._peers("while the replicas were made equal"):
                 self._wrapper = _prepare(module, self.plan, self.rank, self.device)
         return module
@@ -52,13 +55,53 @@ class DdpStrategy(SingleStrategy):
         if self._wrapper is None or not self._last:
             super().backward(loss)
             return
-        with self._peers("while averaging gradients"):
+        with self._peers("while gradients were averaged"):
             reducer = self._wrapper.reducer
             reducer.prepare_for_forward()
             # Once, after the first step: buckets in the order in which gradients really come.
             reducer._rebuild_buckets()
-            reducer.prepare_for_backward([loss])
+            reducer.prepare_for_backward([])
+            local = [p.grad for p in self._reduced]
             super().backward(loss)
+            self._unused.clear()
+            if not _finished(reducer):
+                self._complete(loss, local)
+
+    def _complete(self, loss: torch.Tensor, local: list[torch.Tensor | None]) -> None:
+        """Hands the reducer the parameters that `loss` did not use here; it waits for all of them.
+
+        What they hand over is -0.0, the one number that changes no sum: if others used the parameter, theirs stands,
+        and only if nobody did is the average -0.0 again, which `_norm` looks for.
+        """
+        # A gradient that was handed over has become a view of the reducer's bucket.
+        untouched = [p for p, before in zip(self._reduced, local, strict=True) if p.grad is before]
+        reached = _leaves(loss) if untouched else set()
+        missing = [p for p in untouched if p not in reached]
+        self._unused.update(p for p in missing if p.grad is None)
+        torch.autograd.backward(missing, [torch.full_like(p, -0.0) for p in missing])
+
+    def _norm(self, gradients: list[torch.Tensor]) -> float:
+        if self._wrapper is None or not gradients:
+            return super()._norm(gradients)
+        norms = self._norms(gradients)
+        if not norms.all():
+            self._forget_unused([g for g, norm in zip(gradients, norms.tolist(), strict=True) if norm == 0])
+        return float(torch.linalg.vector_norm(norms).item())
+
+    def _forget_unused(self, zeros: list[torch.Tensor]) -> None:
+        """Of gradients that are zero, takes away those of parameters that no rank used: an optimizer decays and
+        counts a parameter whose gradient is zero, but leaves one alone that has none.
+
+        Averages are the same on all ranks, so all find the same candidates and come to the exchange, or none does.
+        """
+        candidates = {id(g) for g in zeros if torch.signbit(g).all()}
+        parameters = [p for p in self._reduced if id(p.grad) in candidates]
+        if not parameters:
+            return
+        used = self.collectives.agree([float(p not in self._unused) for p in parameters], "max")
+        for parameter, by_some in zip(parameters, used, strict=True):
+            if not by_some:
+                parameter.grad = None
 
     def close(self) -> None:
         self._wrapper = None
@@ -73,9 +116,7 @@ def _prepare(module: torch.nn.Module, plan: Plan, rank: int, device: torch.devic
     from accelerate import Accelerator, DistributedDataParallelKwargs
     from accelerate.state import AcceleratorState
 
-    options = DistributedDataParallelKwargs(
-        broadcast_buffers=False, find_unused_parameters=True, gradient_as_bucket_view=True
-    )
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     # A plan that ran before in this process may have left its own (frozen) state behind.
     AcceleratorState._reset_state(reset_partial_state=True)
     threads = torch.get_num_threads()
@@ -92,6 +133,31 @@ def _prepare(module: torch.nn.Module, plan: Plan, rank: int, device: torch.devic
         wrapper = accelerator.prepare_model(module)
     assert isinstance(wrapper, DistributedDataParallel)
     return wrapper
+
+
+def _finished(reducer: "Reducer") -> bool:
+    """Whether every bucket has been averaged."""
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _leaves(loss: torch.Tensor) -> set[torch.Tensor]:
+    """The leaves that the graph of `loss` ends in."""
+    found: set[torch.Tensor] = set()
+    seen = set()
+    todo = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf)
+        todo.extend(following for following, _ in node.next_functions)
+    return found
 
 
 @contextlib.contextmanager

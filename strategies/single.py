@@ -71,9 +71,11 @@ class SingleStrategy(Strategy):
         return norm
 
     def _norm(self, gradients: list[torch.Tensor]) -> float:
-        """L2 norm over all gradients; reading it is the one synchronisation of a step."""
-        if not gradients:
-            return 0.0
+        """L2 norm over all gradients. Reading it is the one synchronisation of a step."""
+        return float(torch.linalg.vector_norm(self._norms(gradients)).item()) if gradients else 0.0
+
+    def _norms(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The L2 norm of each gradient, on the CPU; shape (len(gradients),)."""
         if self._fp32:
             norms = torch._foreach_norm(gradients)
         else:
@@ -82,7 +84,7 @@ class SingleStrategy(Strategy):
             norms = tuple(
                 torch.linalg.vector_norm(g, dtype=dtype).double() for g, dtype in zip(gradients, wide, strict=True)
             )
-        return float(torch.linalg.vector_norm(torch.stack(norms)).item())
+        return torch.stack(norms).cpu()
 
     def intervals(self, purpose: Literal["save", "load"]) -> list[Interval]:
         return self._state.load() if purpose == "load" else self._state.save(self.rank, self.plan.devices)
