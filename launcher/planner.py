@@ -285,7 +285,7 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
 
 def _ways(count: int) -> Iterator[tuple[StrategyName, Offload, Offload]]:
     names: tuple[StrategyName, ...] = ("single",) if count == 1 else ("ddp",)
-    yield from ((name, "none", "none") for name in (*names, *("zero1", "zero2", "zero3")))  # type: ignore[misc]
+    yield from ((name, "none", "none") for name in (*names, *("zero1", "zero2", "zero3")))
     yield from _OFFLOADS
 
 

@@ -3,27 +3,25 @@
 Fake tensors have shapes, types and storages, but no memory: a model of 70 billion weights is stepped through in
 seconds. The step is the real one (the task's loss, autocast, backward, clipping, the real optimizer), so what PyTorch
 saves for the backward pass, and when it lets go of it, is seen rather than estimated. Where a task cannot run on fake
-tensors (its shapes depend on data, or it calls kernels without a fake version) the same bookkeeping watches a real step.
+tensors (its shapes depend on data, or it calls kernels without a fake version) the same books are kept of a real step.
 
 What cannot be seen: memory that a kernel takes and returns within one operation. `strategies/memory.py` allows for it.
 """
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from rung.strategies import checkpointing
+from rung.strategies.ledger import Ledger, Phase, size_of
 from rung.strategies.plan import Precision
 from rung.strategies.precision import Amp
-from rung.strategies.profile import Activity, Line, Method, ParameterGroup, Profile, upper_envelope
+from rung.strategies.profile import Activity, Line, Method, ParameterGroup, Profile, highest, upper_envelope
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 MakeBatch = Callable[[int], Any]
@@ -32,7 +30,6 @@ SIZES = (2, 4)
 CHECK_SIZE = 7
 # A third trace checks the lines only where it costs little.
 CHECK_OPERATIONS = 4000
-CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def profile_task(
@@ -113,12 +110,10 @@ class _Facts:
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
-    """What two micro-batches of one size showed: bytes alive after each operation of the first and of the second."""
+    """What a micro-batch of one size showed: (bytes of everything else, bytes of gradients) after each operation."""
 
     size: int
-    first: list[int]
-    again: list[int]
-    names: tuple[int, int]
+    phase: Phase
     flops: float
     moved: float
     operations: int
@@ -167,7 +162,7 @@ def _session(
             optimizer_bytes=update[0],
             step_bytes=update[1],
             foreach_step_bytes=update[2],
-            buffer_bytes=sum(_bytes(buffer) for buffer in model.buffers()),
+            buffer_bytes=sum(size_of(buffer) for buffer in model.buffers()),
             largest_parameter=max((p.numel() for p in model.parameters()), default=0),
             groups=_groups(model),
             can_checkpoint=can,
@@ -175,28 +170,25 @@ def _session(
     return facts, runs
 
 
-def _traced(task: Any, model: torch.nn.Module, batch: Any, amp: Amp, ledger: "Ledger", size: int) -> _Run:
+def _traced(task: Any, model: torch.nn.Module, batch: Any, amp: Amp, ledger: Ledger, size: int) -> _Run:
     tensors = [t for t in tree_iter(batch) if isinstance(t, torch.Tensor)]
     ledger.ignore(tensors)
     with ledger:
         ledger.work()
-        first = ledger.phase(functools.partial(_micro, task, model, batch, amp))
+        phase = ledger.phase(functools.partial(_micro, task, model, batch, amp))
         work = ledger.work()
-        again = ledger.phase(functools.partial(_micro, task, model, batch, amp))
     return _Run(
         size=size,
-        first=[other + gradients for other, gradients in first.alive],
-        again=[other for other, _ in again.alive],
-        names=(first.names, again.names),
+        phase=phase,
         flops=work.flops,
         moved=work.moved,
         operations=work.operations,
-        input_bytes=sum(map(_bytes, tensors)),
+        input_bytes=sum(map(size_of, tensors)),
     )
 
 
 def _updates(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip: float | None, ledger: "Ledger"
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip: float | None, ledger: Ledger
 ) -> tuple[int, int, int]:
     """Bytes of the optimizer's state, of a step's temporaries, and of those in "foreach" form. The first step makes the
     state, the others show what a step takes when it is there."""
@@ -269,27 +261,25 @@ def _groups(model: torch.nn.Module) -> tuple[ParameterGroup, ...]:
         key = (part, str(parameter.dtype).removeprefix("torch."), parameter.requires_grad)
         entry = found.setdefault(key, [0, 0])
         entry[0] += parameter.numel()
-        entry[1] += _bytes(parameter)
+        entry[1] += size_of(parameter)
     return tuple(
         ParameterGroup(name=name, count=count, bytes=size, dtype=dtype, trainable=trainable)
         for (name, dtype, trainable), (count, size) in found.items()
     )
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 # --- lines from runs ----------------------------------------------------------------------------------------------
 
 
 def _activity(runs: list[_Run], check: _Run | None) -> Activity:
-    first = _lines([(run.size, run.first, run.names[0]) for run in runs])
-    again = _lines([(run.size, run.again, run.names[1]) for run in runs])
+    """`again` needs no run of its own: a later micro-batch does the same, and a new gradient is "something else" until
+    it is added to the one that is there, just as it is until it is put in place in the first."""
+    first = _lines(runs, lambda moment: moment[0] + moment[1])
+    again = _lines(runs, lambda moment: moment[0])
     residual = 0.0
     if check is not None:
-        seen = max(check.first, default=0)
-        said = max((line.at(check.size) for line in first), default=0.0)
+        seen = max((sum(moment) for moment in check.phase.alive), default=0)
+        said = highest(first, check.size)
         residual = abs(said - seen) / seen if seen else 0.0
     return Activity(
         first=first,
@@ -301,164 +291,16 @@ def _activity(runs: list[_Run], check: _Run | None) -> Activity:
     )
 
 
-def _lines(runs: list[tuple[int, list[int], int]]) -> tuple[Line, ...]:
+def _lines(runs: list[_Run], value: Callable[[tuple[int, int]], int]) -> tuple[Line, ...]:
     """Moment by moment where both runs did the same operations, else through the two peaks."""
-    (small, low, names), (large, high, others) = runs
-    if names == others and len(low) == len(high):
-        return upper_envelope(_line([(small, a), (large, b)]) for a, b in zip(low, high, strict=True))
-    return (_line([(small, max(low, default=0)), (large, max(high, default=0))]),)
+    small, large = runs
+    low, high = (list(map(value, run.phase.alive)) for run in runs)
+    if small.phase.names == large.phase.names and len(low) == len(high):
+        return upper_envelope(_line([(small.size, a), (large.size, b)]) for a, b in zip(low, high, strict=True))
+    return (_line([(small.size, max(low, default=0)), (large.size, max(high, default=0))]),)
 
 
 def _line(points: list[tuple[int, float]]) -> Line:
     (x, y), (u, v) = points
     slope = (v - y) / (u - x)
-    return Line(y - slope * x, slope)
-
-
-# --- the ledger ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True, slots=True)
-class Phase:
-    """(bytes of everything else, bytes of gradients) after each operation, and a digest of the operations' names."""
-
-    alive: list[tuple[int, int]] = field(default_factory=list)
-    names: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The most bytes beside gradients."""
-        return max((other for other, _ in self.alive), default=0)
-
-
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """Operations since the last question: FLOPs of products, bytes moved by the rest, and how many there were."""
-
-    flops: float = 0.0
-    moved: float = 0.0
-    operations: int = 0
-
-
-class Ledger(TorchDispatchMode):
-    """Books each storage when an operation returns it and strikes it out when it dies. Weights, buffers and inputs are
-    named beforehand and not booked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = 0
-        self.gradients = 0
-        # By identity of the C++ storage: bytes and whether it is a gradient; the reference strikes it out.
-        self._live: dict[int, list[Any]] = {}
-        self._ignored: set[int] = set()
-        self._keep: list[torch.UntypedStorage] = []
-        self._phase = Phase()
-        self._work = Work()
-
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Storages that count elsewhere."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._keep.append(storage)
-            self._ignored.add(storage._cdata)
-
-    def keep(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Strikes out storages that stay (optimizer state) and returns their bytes, those of scalars included."""
-        total = 0
-        for tensor in tensors:
-            total += _bytes(tensor)
-            storage = tensor.untyped_storage()
-            self._gone(storage._cdata)
-            self._keep.append(storage)
-            self._ignored.add(storage._cdata)
-        return total
-
-    def gradient(self, parameter: torch.Tensor) -> None:
-        """A hook: this parameter's gradient is in place."""
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:
-            return
-        entry = self._live.get(gradient.untyped_storage()._cdata)
-        if entry is not None and not entry[1]:
-            entry[1] = True
-            self.other -= entry[0]
-            self.gradients += entry[0]
-
-    def phase(self, run: Callable[[], None]) -> Phase:
-        """What was alive during `run`."""
-        self._phase = Phase()
-        run()
-        return self._phase
-
-    def work(self) -> Work:
-        """The work since the last call."""
-        done, self._work = self._work, Work()
-        return done
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        moved = 0
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, torch.Tensor):
-                self._see(value)
-                moved += _bytes(value)
-        self._count(func, args, kwargs, out, moved)
-        self._phase.alive.append((self.other, self.gradients))
-        self._phase.names = hash((self._phase.names, func))
-        return out
-
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, moved: int) -> None:
-        packet = func._overloadpacket
-        work = self._work
-        if (formula := flop_registry.get(packet)) is not None:
-            work.flops += formula(*args, **kwargs, out_val=out)
-        elif packet.__name__.startswith(CPU_FLASH):
-            work.flops += _attention_flops(packet.__name__, args)
-        elif func.is_view:
-            return
-        else:
-            work.moved += moved + sum(_bytes(a) for a in args if isinstance(a, torch.Tensor))
-        work.operations += 1
-
-    def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._ignored:
-            return
-        size = storage.nbytes()
-        entry = self._live.get(key)
-        if entry is None:
-            entry = self._live[key] = [0, False, weakref.ref(storage, functools.partial(self._died, key))]
-        elif entry[0] == size:
-            return
-        grown, entry[0] = size - entry[0], size
-        if entry[1]:
-            self.gradients += grown
-        else:
-            self.other += grown
-
-    def _died(self, key: int, _: object) -> None:
-        self._gone(key)
-
-    def _gone(self, key: int) -> None:
-        entry = self._live.pop(key, None)
-        if entry is None:
-            return
-        if entry[1]:
-            self.gradients -= entry[0]
-        else:
-            self.other -= entry[0]
-
-
-def _attention_flops(name: str, args: tuple[Any, ...]) -> float:
-    """Two matrix products forward; five backward, as FlashAttention recomputes one (Dao et al. 2022, section 3.1)."""
-    backward = name.endswith("backward")
-    query, key, value = args[1:4] if backward else args[:3]
-    batch, heads, rows, width = query.shape
-    one = 2.0 * batch * heads * rows * key.shape[-2]
-    return one * (3 * width + 2 * value.shape[-1]) if backward else one * (width + value.shape[-1])
+    return Line(round(y - slope * x), slope)
