@@ -1,21 +1,36 @@
 """One attempt: a plan is run on a set of workers until they end; what they say is shown, stored and committed."""
 
-import contextlib
-import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
 
 from rung.cluster.failures import Cause, Ended
 from rung.cluster.link import Stop
 from rung.cluster.local import Message, Workers, WorkerSpec
 from rung.launcher.checkpoint.manifest import Part
-from rung.launcher.checkpoint.retention import Keeper
+from rung.launcher.fallback import GiveUp, Retry, Tried
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job
-from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, Steps, Validated
+from rung.launcher.keeper import Keeper
+from rung.launcher.messages import (
+    Assignment,
+    Finished,
+    Leave,
+    Note,
+    OutOfMemory,
+    Position,
+    Ready,
+    Replan,
+    Saved,
+    SaveFailed,
+    Steps,
+    Validated,
+    WhereAreYou,
+    WriteState,
+)
+from rung.launcher.salvage import salvage
+from rung.launcher.signals import Signals
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import Status, View, duration
 from rung.strategies.errors import RungError
@@ -26,110 +41,119 @@ ENTRY = "rung.launcher.train:main"
 POLL_S = 0.2
 #: How long workers may take to be forked and to have loaded their libraries.
 START_S = 300.0
+#: How long survivors of a failure may take to say where they stand, and to write their state.
+ANSWER_S, WRITE_S = 15.0, 240.0
+#: A rank whose heartbeat stands still this long, while it should be stepping, hangs.
+HANG_S = 600.0
 
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """How an attempt ended. `cause` and `error` are None if the workers ended well."""
+    """How an attempt ended: `done`, `stopped`, `cut short` or `failed`. `plan` is the last one it ran; `decision` is
+    what follows, if that was decided already."""
 
-    reason: str
-    step: int
+    plan: Plan
+    reason: str = ""
+    step: int = 0
     first_step: int = 0
     peak_bytes: int = 0
     cause: Cause | None = None
     error: RungError | None = None
     explanation: str = ""
+    headline: str = ""
+    decision: Retry | GiveUp | None = None
     last_loss: float | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
 
 
-class Signals:
-    """SIGINT and SIGTERM during a run: the first asks for a clean stop, a second SIGINT leaves at once."""
+@dataclass(kw_only=True, slots=True)
+class Context:
+    """What all attempts of a launch share."""
 
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.again = False
-        self.since_s = 0.0
-
-    def _on(self, number: int, _frame: FrameType | None) -> None:
-        if self.first is not None and number == signal.SIGINT:
-            self.again = True
-        elif self.first is None:
-            self.first, self.since_s = number, time.monotonic()
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator["Signals"]:
-        """Handlers are ours inside, and the old ones again after."""
-        old = {number: signal.signal(number, self._on) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield self
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+    job: Job
+    folder: RunFolder
+    keeper: Keeper
+    metrics: Metrics
+    view: View
+    signals: Signals
+    decide: Callable[[Tried], Retry | GiveUp]
 
 
 class Attempt:
     """Runs one plan. `run` returns an Outcome and leaves no process behind."""
 
-    def __init__(
-        self, *, job: Job, plan: Plan, number: int, resume: str | None, folder: RunFolder, keeper: Keeper,
-        metrics: Metrics, view: View, signals: Signals,
-    ) -> None:  # fmt: skip
-        self.job, self.plan, self.number, self.resume = job, plan, number, resume
-        self.folder, self.keeper, self.metrics, self.view, self.signals = folder, keeper, metrics, view, signals
+    def __init__(self, context: Context, *, plan: Plan, number: int, resume: str | None) -> None:
+        self.job, self.folder, self.keeper = context.job, context.folder, context.keeper
+        self.metrics, self.view, self.signals = context.metrics, context.view, context.signals
+        self.decide = context.decide
+        self.plan, self.number, self.resume = plan, number, resume
         self.status = Status(devices=plan.devices, memory_limit_bytes=plan.memory_cap_bytes)
-        self.ready: dict[int, Ready] = {}
         self.finished: dict[int, Finished] = {}
         self.ended: dict[int, Ended] = {}
         self.parts: dict[int, dict[int, Part]] = defaultdict(dict)
+        self.positions: dict[int, Position] = {}
+        self.outcome = Outcome(plan=plan)
         self._recent: list[tuple[float, int]] = []
         self._asked_to_stop = False
-        self._commit_error: RungError | None = None
-        self.outcome = Outcome(reason="", step=0)
+        self._storage_error: RungError | None = None
+        self._hung: dict[int, str] = {}
 
     def run(self) -> Outcome:
         """Starts the workers, serves them until all have ended, and says how."""
-        assignment = Assignment(job=self.job.to_dict(), plan=self.plan, attempt=self.number, resume=self.resume)
+        assignment = Assignment(
+            job=self.job.to_dict(), source=self.job.source, plan=self.plan, attempt=self.number, resume=self.resume
+        )
         logs = self.folder.logs(self.number)
+        cap = self.plan.memory_cap_bytes if self.plan.device == "cpu" else None
         specs = [
             WorkerSpec(rank=rank, payload=assignment, log=logs / f"rank-{rank}.log", threads=self.plan.threads,
-                       memory_cap_bytes=self.plan.memory_cap_bytes if self.plan.device == "cpu" else None)
+                       memory_cap_bytes=cap)
             for rank in range(self.plan.devices)
         ]  # fmt: skip
         with Workers.start(ENTRY, specs, deadline_s=START_S) as workers:
+            self.workers = workers
             while len(self.ended) < self.plan.devices:
-                for event in workers.poll(POLL_S):
-                    self._serve(event)
-                if self._failed() or self._commit_error is not None or self._out_of_patience(workers):
+                self._serve_all(POLL_S)
+                if self._failed():
+                    self._rescue()
                     break
-            self._close(workers)
+                if self._storage_error is not None or self._out_of_patience():
+                    break
+            self._close()
         return self.outcome
 
     # ---------------------------------------------------------------- events
+
+    def _serve_all(self, timeout_s: float) -> None:
+        for event in self.workers.poll(timeout_s):
+            self._serve(event)
 
     def _serve(self, event: Message | Ended) -> None:
         if isinstance(event, Ended):
             self.ended[event.rank] = event
             return
         match event.value:
-            case Ready() as ready:
-                self._on_ready(event.rank, ready)
             case Steps() as steps:
                 self._on_steps(steps)
+            case Ready() as ready if event.rank == 0:
+                self._on_ready(ready)
             case Validated() as result:
                 self._on_validated(result)
             case Saved() as saved:
-                self._on_saved(event.rank, saved)
+                self._on_saved(saved)
+            case SaveFailed(error=error):
+                self._storage_error = error
             case Note(text=text, warning=warning):
                 self.folder.event("note", text=text)
-                self.view.say(text, style="yellow" if warning else "")
+                self.view.say(f"{'warning' if warning else 'note':<10} {text}", style="yellow" if warning else "")
+            case OutOfMemory() as said:
+                self._on_out_of_memory(event.rank, said)
+            case Position() as position:
+                self.positions[event.rank] = position
             case Finished() as finished:
                 self.finished[event.rank] = finished
 
-    def _on_ready(self, rank: int, ready: Ready) -> None:
-        self.ready[rank] = ready
-        if rank != 0:
-            return
+    def _on_ready(self, ready: Ready) -> None:
         self.outcome.first_step = self.outcome.step = ready.step
         self.status.step, self.status.total_steps = ready.step, ready.total_steps
         frozen = ready.parameters - ready.trainable
@@ -152,6 +176,7 @@ class Attempt:
         left = (s.total_steps - s.step) * self.job.batch
         s.seconds_left = left / s.samples_per_s if s.samples_per_s else None
         self.outcome.step, self.outcome.last_loss = last.step, last.loss
+        self.outcome.peak_bytes = max(self.outcome.peak_bytes, steps.memory_bytes)
         self.view.update(s)
 
     def _on_validated(self, result: Validated) -> None:
@@ -160,67 +185,120 @@ class Attempt:
         shown = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         self.view.say(f"validation step {result.step:,}: {shown}  ({duration(result.seconds)})")
 
-    def _on_saved(self, rank: int, saved: Saved) -> None:
-        self.parts[saved.step][rank] = saved.part
-        if len(self.parts[saved.step]) < self.plan.devices:
+    def _on_saved(self, saved: Saved) -> None:
+        part = saved.part
+        self.parts[part.step][part.rank] = part
+        if len(self.parts[part.step]) < part.world:
             return
-        parts = self.parts.pop(saved.step)
+        parts = self.parts.pop(part.step)
         try:
-            name = self.keeper.commit(
-                [parts[r] for r in sorted(parts)], saved.meta, self.plan, self.outcome.last_metrics
-            )
+            name = self.keeper.commit([parts[r] for r in sorted(parts)], self.plan, self.outcome.last_metrics)
         except RungError as error:
-            self._commit_error = error
+            self._storage_error = error
             return
-        self.folder.event("checkpoint", step=saved.step, name=name, blocked_s=saved.blocked_s)
+        self.folder.event("checkpoint", step=part.step, name=name, blocked_s=round(saved.blocked_s, 4))
         self.metrics.flush()
         self.folder.sync()
 
-    # ---------------------------------------------------------------- ends
+    def _on_out_of_memory(self, rank: int, said: OutOfMemory) -> None:
+        """A single device asks for a smaller plan; one that it can take on without a new process is sent at once."""
+        peak = max(said.peak_bytes, self.plan.memory_cap_bytes or 0)
+        tried = Tried(
+            plan=self.plan, cause=Cause.DEVICE_OOM, first_step=self.outcome.first_step, step=said.step, peak_bytes=peak
+        )
+        decision = self.decide(tried)
+        if isinstance(decision, GiveUp) or not in_process(self.plan, decision.plan):
+            self.workers.send(rank, Leave())
+            return
+        self.view.say(f"fallback   step {said.step + 1:,}: {decision.reason}; no step is lost", style="yellow")
+        self.folder.event(
+            "fallback", step=said.step, reason=decision.reason, what=said.what, plan=decision.plan.describe()
+        )
+        self.plan = self.outcome.plan = decision.plan
+        self.outcome.first_step = said.step
+        self.workers.send(rank, Replan(plan=decision.plan))
+
+    # ---------------------------------------------------------------- failures and ends
 
     def _failed(self) -> bool:
-        return any(rank not in self.finished for rank in self.ended)
+        """A worker went away without having finished, or says that it is about to, or hangs."""
+        gone = any(rank not in self.finished for rank in self.ended)
+        return gone or any(p.failing for p in self.positions.values()) or self._hangs()
 
-    def _out_of_patience(self, workers: Workers) -> bool:
+    def _hangs(self) -> bool:
+        late = {r: b for r, b in self.workers.heartbeats().items() if b[2] > HANG_S and r not in self.finished}
+        if late:
+            # Ranks that wait in a collective for a hanging one stand still too, in a later or equal step.
+            step = min(b[0] for b in late.values())
+            self._hung = {r: self.workers.stacks(r) for r, b in late.items() if b[0] == step}
+        return bool(late)
+
+    def _rescue(self) -> None:
+        """Gets the state of the last completed step out of those that still have it, then lets them go."""
+        self.workers.send(None, WhereAreYou())
+        self._until(ANSWER_S, lambda: set(self.workers.alive) <= set(self.positions))
+        alive = {rank: p for rank, p in self.positions.items() if rank in self.workers.alive}
+        found = salvage(self.plan, alive, self.keeper.committed_step)
+        if found is not None:
+            for rank in found.writers:
+                self.workers.send(rank, WriteState(whole=found.whole))
+            self._until(WRITE_S, lambda: self.keeper.committed_step >= found.step or self._storage_error is not None
+                        or not set(found.writers) <= set(self.workers.alive))  # fmt: skip
+        self.workers.send(None, Leave())
+        failing = {rank for rank, p in self.positions.items() if p.failing}
+        self._until(5.0, lambda: not failing & set(self.workers.alive))
+
+    def _until(self, seconds: float, reached: Callable[[], bool]) -> None:
+        until = time.monotonic() + seconds
+        while not reached() and time.monotonic() < until and not self.signals.again:
+            self._serve_all(0.05)
+
+    def _out_of_patience(self) -> bool:
         """Passes a signal on as a wish to stop; true when grace is over or the user insists."""
-        if self.signals.first is None:
+        signals = self.signals
+        if signals.first is None:
             return False
         if not self._asked_to_stop:
             self._asked_to_stop = True
-            name = signal.Signals(self.signals.first).name
-            self.view.say(
-                f"{name}: finishing the step and saving (at most {self.job.grace_s:g} s; once more: leave now)"
-            )
-            workers.send(None, Stop(reason=name))
-        return self.signals.again or time.monotonic() - self.signals.since_s > self.job.grace_s
+            grace = f"at most {self.job.grace_s:g} s; once more: leave now"
+            self.view.say(f"{signals.name}: finishing the step and saving ({grace})")
+            self.workers.send(None, Stop(reason=signals.name))
+        return signals.again or time.monotonic() - signals.since_s > self.job.grace_s
 
-    def _close(self, workers: Workers) -> None:
+    def _close(self) -> None:
         """Ends what still runs, and fills in the outcome from the first failure in time."""
         left = len(self.ended) < self.plan.devices
-        workers.stop(grace_s=0.0 if self.signals.again else 3.0)
-        for event in workers.poll():
-            self._serve(event)
-        all_well = len(self.finished) == self.plan.devices
-        self.outcome.peak_bytes = max((f.peak_bytes for f in self.finished.values()), default=0)
-        if self._commit_error is not None:
-            self.outcome.reason, self.outcome.error = "failed", self._commit_error
-            self.outcome.cause = Cause.STORAGE
-        elif all_well:
-            self.outcome.reason = self.finished[0].reason
-            self.outcome.step = self.finished[0].step
-        elif self.signals.first is not None and left:
-            self.outcome.reason = "cut short"
+        self.workers.stop(grace_s=0.0 if self.signals.again or self.positions else 3.0)
+        self._serve_all(0.0)
+        outcome = self.outcome
+        outcome.peak_bytes = max([outcome.peak_bytes, *(f.peak_bytes for f in self.finished.values())])
+        if self._storage_error is not None:
+            outcome.reason, outcome.error, outcome.cause = "failed", self._storage_error, Cause.STORAGE
+        elif len(self.finished) == self.plan.devices:
+            outcome.reason, outcome.step = self.finished[0].reason, self.finished[0].step
+        elif self.signals.first is not None and left and not self.positions:
+            outcome.reason = "cut short"
         else:
-            self._explain(workers)
+            self._explain()
 
-    def _explain(self, workers: Workers) -> None:
+    def _explain(self) -> None:
         """Fills in cause, error and explanation from the failure that came first."""
-        self.outcome.reason = "failed"
-        said = workers.verdict(device=self.plan.device)
+        outcome = self.outcome
+        outcome.reason = "failed"
+        outcome.step = max([outcome.step, *(p.step for p in self.positions.values())])
+        said = self.workers.verdict(device=self.plan.device, hung=self._hung)
         if said is None:
-            self.outcome.explanation = "the workers ended before they had finished"
-            self.outcome.cause = Cause.LOST_WORKER
+            outcome.headline = outcome.explanation = "the workers ended before they had finished"
+            outcome.cause = Cause.LOST_WORKER
             return
-        self.outcome.cause, self.outcome.explanation = said.cause, said.text
+        outcome.cause, outcome.explanation, outcome.headline = said.cause, said.text, said.line
+        outcome.peak_bytes = max(outcome.peak_bytes, self.plan.memory_cap_bytes or 0)
         if said.first.failure is not None:
-            self.outcome.error = said.first.failure.error
+            outcome.error = said.first.failure.error
+
+
+def in_process(old: Plan, new: Plan) -> bool:
+    """Whether a running single-device worker can go from one plan to the other."""
+    keys = ("strategy", "devices", "precision", "offload_optimizer", "offload_parameters")
+    same = all(getattr(old, key) == getattr(new, key) for key in keys)
+    return old.strategy == "single" and same and new.activation_checkpointing >= old.activation_checkpointing

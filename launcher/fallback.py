@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rung.cluster.failures import Cause
+from rung.launcher.job import Job
 from rung.launcher.planner import Ladder, corrected, gib
 from rung.strategies.plan import Plan
 
@@ -62,6 +63,30 @@ class Rules:
     enabled: bool = True
     allow: tuple[str, ...] | None = None
     fewest_devices: int = 1
+
+
+def rules_of(job: Job) -> Rules:
+    """The rules that a job gives."""
+    count = job.devices.count
+    fewest = count[0] if isinstance(count, tuple) else 1 if count == "auto" else count
+    return Rules(enabled=job.fallback.enabled, allow=job.fallback.allow, fewest_devices=fewest)
+
+
+class Recovery:
+    """The plan that is being run, what is left of the ladder, and what has been tried."""
+
+    def __init__(self, ladder: Ladder, rules: Rules) -> None:
+        self.ladder, self.rules = ladder, rules
+        self.plan = ladder.best
+        self.history: list[Tried] = []
+
+    def decide(self, tried: Tried) -> Retry | GiveUp:
+        """Adds a failure to the history and decides what follows."""
+        self.history.append(tried)
+        decision = decide(self.history, self.ladder, self.rules)
+        if isinstance(decision, Retry):
+            self.ladder, self.plan = decision.ladder, decision.plan
+        return decision
 
 
 def decide(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
@@ -130,7 +155,7 @@ def allowed(old: Plan, new: Plan, rules: Rules) -> bool:
 
 def changes(old: Plan, new: Plan) -> list[str]:
     """Names of what differs, in the words that `fallback: {allow: [...]}` uses."""
-    found = []
+    found: list[str] = []
     if old.strategy != new.strategy:
         found.append(new.strategy)
     if old.micro_batch != new.micro_batch and old.devices == new.devices:

@@ -29,9 +29,9 @@ class RunFolder:
 
     def __init__(self, job: Job) -> None:
         self.store = Store.open(job.run, job.checkpoint.options)
-        self.url = self.store.shown_url
+        self.url = self.store.url
         self._staging: tempfile.TemporaryDirectory[str] | None = None
-        if (here := self.store.local_path) is not None:
+        if (here := self.store.local_path()) is not None:
             self.local = here
         else:
             self._staging = tempfile.TemporaryDirectory(prefix="rung-run-")
@@ -69,7 +69,7 @@ class RunFolder:
 
     def attempts(self) -> int:
         """How many attempts this run has seen, over all launches."""
-        return sum(1 for name in self.store.list("plans") if name.endswith(".json"))
+        return sum(1 for name in self.store.sizes("plans") if name.endswith(".json"))
 
     def logs(self, attempt: int) -> Path:
         """Where the workers of an attempt write their logs."""
@@ -86,7 +86,7 @@ class RunFolder:
                 continue
             stat = file.stat()
             if self._copied.get(file) != (stat.st_size, stat.st_mtime_ns):
-                self.store.write(file.relative_to(self.local).as_posix(), [memoryview(file.read_bytes())])
+                self.store.write(file.relative_to(self.local).as_posix(), file.read_bytes())
                 self._copied[file] = (stat.st_size, stat.st_mtime_ns)
 
     def close(self) -> None:

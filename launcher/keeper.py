@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rung.launcher.checkpoint import manifest as manifests
 from rung.launcher.checkpoint import retention
-from rung.launcher.checkpoint.load import newest_valid
+from rung.launcher.checkpoint.find import newest_valid
 from rung.launcher.checkpoint.manifest import Manifest, Meta, Part
 from rung.launcher.job import Job
 from rung.launcher.storage import Store
@@ -19,6 +19,7 @@ class Keeper:
     def __init__(self, store: Store, job: Job, view: View) -> None:
         self.store, self.job, self.view = store, job, view
         self.committed_step = -1
+        self._damaged: set[str] = set()
 
     def commit(self, parts: Sequence[Part], plan: Plan, metrics: Mapping[str, float]) -> str:
         """Makes a checkpoint of what all workers wrote, then deletes those that are no longer kept."""
@@ -30,7 +31,6 @@ class Keeper:
             global_batch=plan.global_batch,
             seed=self.job.seed,
             job_digest=self.job.digest(),
-            task_digest=said["task_digest"],
             world_size=plan.devices,
             strategy=plan.strategy,
             healthy=said["healthy"],
@@ -45,12 +45,16 @@ class Keeper:
 
     def newest(self) -> Manifest | None:
         """The newest checkpoint whose manifest and file sizes are in order; says which newer ones are not."""
-        found, rejected = newest_valid(self.store)
+        found, rejected = newest_valid(self.store, skip=self._damaged)
         for name, reason in rejected:
             self.view.say(f"warning    {name} cannot be used: {reason}", style="yellow")
         if found is not None:
             self.committed_step = found.step
         return found
+
+    def reject(self, folder: str) -> None:
+        """A checkpoint turned out damaged while it was read: it is not looked at again."""
+        self._damaged.add(folder)
 
     def _delete_old(self) -> None:
         """Only after a commit; by one process: this one."""

@@ -6,18 +6,22 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from rung.cluster.hardware import Hardware, probe
+from rung.cluster.failures import Cause
+from rung.cluster.hardware import probe
 from rung.cluster.local import warm
 from rung.launcher import doctor
-from rung.launcher.attempt import Attempt, Outcome, Signals
+from rung.launcher.attempt import Attempt, Context, Outcome
 from rung.launcher.checkpoint.lease import Lease
+from rung.launcher.checkpoint.manifest import Manifest
+from rung.launcher.fallback import GiveUp, Recovery, Tried, rules_of
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job, changes
-from rung.launcher.keeper import Keeper, Resume
+from rung.launcher.keeper import Keeper
 from rung.launcher.planner import Ladder, plan_ladder
+from rung.launcher.signals import Signals
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import View, duration, size
-from rung.strategies.errors import Interrupted, JobError, RungError, WorkersFailed
+from rung.strategies.errors import CheckpointDamaged, DoesNotFit, Interrupted, JobError, RungError, WorkersFailed
 from rung.strategies.findings import Level
 
 #: What the process that workers are forked from imports while the launcher reads the job and looks at the hardware.
@@ -53,55 +57,94 @@ def launch(job: Job, options: Options, view: View) -> None:
         folder.open()
         try:
             check_same_job(folder, job, options, view)
+            recovery = Recovery(ladder, rules_of(job))
             with Metrics(folder.local) as metrics, Signals().watched() as signals:
-                outcome = run_attempts(job, ladder, folder, metrics, view, signals, lease)
-            report(job, outcome, folder, view, time.monotonic() - began)
+                context = Context(
+                    job=job, folder=folder, keeper=Keeper(folder.store, job, view), metrics=metrics, view=view,
+                    signals=signals, decide=recovery.decide,
+                )  # fmt: skip
+                outcome = run_attempts(context, recovery, lease)
+            report(outcome, recovery, folder, view, time.monotonic() - began)
         finally:
             folder.close()
 
 
-def run_attempts(
-    job: Job, ladder: Ladder, folder: RunFolder, metrics: Metrics, view: View, signals: Signals, lease: Lease
-) -> Outcome:
-    """Runs the ladder's first plan. Returns the outcome of a good end; raises what a bad one means."""
-    plan = ladder.plans[0]
-    keeper = Keeper(folder.store, job)
+def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
+    """Runs plans until one gets the job done. Returns the good end; raises what a bad one means."""
+    keeper, folder, view = context.keeper, context.folder, context.view
     keeper.sweep()
-    start = keeper.newest(view)
-    number = folder.attempts() + 1
-    folder.store_plan(number, plan)
-    folder.event("attempt", number=number, plan=plan.describe(), resume=start.name if start else None)
-    show_start(view, start)
-    if start is not None:
-        metrics.rewind(start.step)
-    outcome = Attempt(
-        job=job, plan=plan, number=number, resume=start.name if start else None, folder=folder, keeper=keeper,
-        metrics=metrics, view=view, signals=signals,
-    ).run()  # fmt: skip
-    view.pause()
-    folder.event(
-        "outcome", reason=outcome.reason, step=outcome.step, cause=outcome.cause, peak_bytes=outcome.peak_bytes
-    )
-    lease.check()
-    match outcome.reason:
-        case "done":
+    while True:
+        start = keeper.newest()
+        number = folder.attempts() + 1
+        folder.store_plan(number, recovery.plan)
+        folder.event("attempt", number=number, plan=recovery.plan.describe(), resume=start and start.folder)
+        if start is not None:
+            show_start(view, start)
+            context.metrics.rewind(start.step)
+        attempt = Attempt(context, plan=recovery.plan, number=number, resume=start.folder if start else None)
+        outcome = attempt.run()
+        view.pause()
+        folder.event("outcome", reason=outcome.reason, step=outcome.step, cause=outcome.cause,
+                     peak_bytes=outcome.peak_bytes, headline=outcome.headline)  # fmt: skip
+        lease.check()
+        if outcome.reason == "done":
             return outcome
-        case "stopped" | "cut short":
-            raise interrupted(outcome, signals, keeper)
-        case _:
-            raise outcome.error or WorkersFailed(outcome.explanation)
+        if outcome.reason != "failed" or context.signals.first is not None:
+            raise interrupted(outcome, context.signals, keeper)
+        if start is not None and isinstance(outcome.error, CheckpointDamaged):
+            view.say(f"warning    {outcome.error.message}", style="yellow")
+            keeper.reject(start.folder)
+            continue
+        fall_back(context, recovery, outcome)
+
+
+def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:
+    """Decides what follows from a failure and says so. Raises the failure if nothing does."""
+    assert outcome.cause is not None
+    tried = Tried(
+        plan=outcome.plan, cause=outcome.cause, first_step=outcome.first_step, step=outcome.step,
+        peak_bytes=outcome.peak_bytes,
+    )  # fmt: skip
+    decision = outcome.decision or recovery.decide(tried)
+    if isinstance(decision, GiveUp):
+        raise failure(outcome, decision)
+    kept = max(context.keeper.committed_step, 0)
+    lost = (
+        f"no step is lost (step {kept:,})" if kept == outcome.step else f"from step {outcome.step:,} back to {kept:,}"
+    )
+    view = context.view
+    view.say(f"failed     {outcome.headline or outcome.cause.value}", style="yellow")
+    view.say(f"fallback   {decision.reason}; {lost}", style="yellow")
+    context.folder.event("fallback", step=kept, reason=decision.reason, plan=decision.plan.describe(),
+                         explanation=outcome.explanation)  # fmt: skip
+    until = time.monotonic() + decision.pause_s
+    while time.monotonic() < until and context.signals.first is None:
+        time.sleep(0.05)
+    recovery.plan = decision.plan
+
+
+def failure(outcome: Outcome, decision: GiveUp) -> RungError:
+    """The error that a failed attempt ends a run with: the cause's own where it has one."""
+    if outcome.error is not None and outcome.cause not in (Cause.LOST_WORKER, Cause.HUNG):
+        return outcome.error
+    if decision.fits_nowhere:
+        return DoesNotFit(
+            decision.reason + (f"\n{outcome.explanation}" if outcome.explanation else ""),
+            hint="a smaller batch or model, more memory (devices.memory) or more devices would make it fit",
+        )
+    return WorkersFailed(f"{outcome.explanation or outcome.headline}\n{decision.reason}")
 
 
 def interrupted(outcome: Outcome, signals: Signals, keeper: Keeper) -> Interrupted:
-    """What to say when a signal ended the run."""
+    """What to say when a signal, to the launcher or to a worker, ended the run."""
     number = signals.first or signal.SIGTERM
-    name = signal.Signals(number).name
-    newest = keeper.newest_name()
-    saved = f"checkpoint {newest} is saved" if newest else "no checkpoint was saved"
+    saved = (
+        f"checkpoint of step {keeper.committed_step:,} is saved" if keeper.committed_step >= 0 else "nothing is saved"
+    )
     how = "stopped" if outcome.reason == "stopped" else "cut short"
     return Interrupted(
-        f"{how} by {name} after step {outcome.step:,}; {saved}", signal_number=number,
-        hint="the same command goes on from there",
+        f"{how} by {signals.name or 'SIGTERM to a worker'} after step {outcome.step:,}; {saved}",
+        signal_number=number, hint="the same command goes on from there",
     )  # fmt: skip
 
 
@@ -150,21 +193,15 @@ def show_plan(view: View, ladder: Ladder) -> None:
         view.say(f"           {name}: {reason}", style="dim")
 
 
-def show_start(view: View, start: Resume | None) -> None:
-    """Says where training starts from."""
-    if start is not None:
-        view.say(f"resume     step {start.step:,}, epoch {start.epoch}, sample {start.position:,} (from {start.name})")
+def show_start(view: View, start: Manifest) -> None:
+    """Says where training goes on."""
+    by = f"{start.strategy} on {start.world_size}"
+    view.say(
+        f"resume     step {start.step:,}, epoch {start.epoch}, sample {start.position:,} ({start.folder}, by {by})"
+    )
 
 
-def show_hardware(view: View, hardware: Hardware) -> None:
-    """Prints what the machine has, one line each."""
-    from rung.cluster.hardware import describe
-
-    for text in describe(hardware):
-        view.say(text)
-
-
-def report(job: Job, outcome: Outcome, folder: RunFolder, view: View, seconds: float) -> None:
+def report(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, seconds: float) -> None:
     """The last lines of a good run."""
     steps = outcome.step - outcome.first_step
     parts = [f"done       step {outcome.step:,}"]
@@ -176,6 +213,13 @@ def report(job: Job, outcome: Outcome, folder: RunFolder, view: View, seconds: f
         parts.append(f"peak memory {size(outcome.peak_bytes)}")
     view.say("  ".join(parts), style="bold green")
     view.say(f"           everything is in {folder.url}")
+    if recovery.history:
+        plan = outcome.plan
+        view.say(
+            f"           it fell back {len(recovery.history)} times; to start with what worked: "
+            f"--set strategy.name={plan.strategy} --set strategy.micro_batch={plan.micro_batch}"
+            + (" --set strategy.activation_checkpointing=true" if plan.activation_checkpointing else "")
+        )
     folder.event("done", step=outcome.step, seconds=round(seconds, 1), peak_bytes=outcome.peak_bytes)
 
 

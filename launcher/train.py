@@ -1,10 +1,12 @@
 """What each worker runs: build, restore, try ten samples, step, validate, save, close.
 
-Read `Trainer.run` from top to bottom. Every rank runs it in step with the others; what one rank alone decides is
-agreed by `_agree` first.
+Read `Trainer.run` from top to bottom. Every rank runs it in step with the others; what one rank alone knows is agreed
+on by `_agree` first. Out of memory on a single device is answered in `launcher/shrink.py`, any other failure by
+`launcher/rescue.py`.
 """
 
 import math
+import signal
 import time
 from collections import deque
 from typing import Any
@@ -12,22 +14,25 @@ from typing import Any
 import torch
 
 from rung.cluster.link import Link, Stop
-from rung.launcher import cadence, smoke
+from rung.launcher import cadence, shrink, smoke
 from rung.launcher.checkpoint.load import Loader as StateLoader
 from rung.launcher.checkpoint.manifest import Manifest, Part
 from rung.launcher.checkpoint.save import Saver
-from rung.launcher.data.loader import Loader, Step, eval_batches
+from rung.launcher.data.loader import Loader, Step
 from rung.launcher.data.order import Order
 from rung.launcher.data.rng import seed_everything
 from rung.launcher.job import Job
-from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, StepRecord, Steps, Validated
+from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, SaveFailed, StepRecord, Steps, Validated
+from rung.launcher.rescue import Rescuer
 from rung.launcher.schedule import schedule_factor
 from rung.launcher.storage import Store
 from rung.launcher.task import load_task, make_optimizer
+from rung.launcher.validate import validate
 from rung.launcher.watch import health
-from rung.strategies.errors import DataError, HealthError
+from rung.strategies.errors import DataError, HealthError, RungError, StorageError
 from rung.strategies.make import make_strategy
 from rung.strategies.measure import Memory
+from rung.strategies.state import aliases
 
 #: How often a worker tells its numbers, in seconds.
 REPORT_S = 0.25
@@ -39,55 +44,65 @@ WINDOW = 32
 
 def main(link: Link, assignment: Assignment) -> None:
     """Entry point of a worker process."""
-    Trainer(link, assignment).run()
+    trainer = Trainer(link, assignment)
+    signal.signal(signal.SIGTERM, trainer.on_sigterm)
+    trainer.run()
 
 
 class Trainer:
-    """One worker's training. State that survives in checkpoints: `step`, `epoch`, `position`, `losses`, `skipped`."""
+    """One worker's training. What survives in checkpoints beside weights and optimizer: `step` (optimizer steps
+    done), `epoch` and `position` (of the next sample), `losses`, `skipped`, `units_seen`."""
 
     def __init__(self, link: Link, assignment: Assignment) -> None:
         self.link = link
         self.plan = assignment.plan
         self.assignment = assignment
-        self.job = Job.from_dict(assignment.job)
+        self.job = Job.from_dict(assignment.job, source=assignment.source)
         self.rules = health.Rules(
             first_steps=self.job.guard.first_steps,
             non_finite=self.job.guard.non_finite,
             negative_loss=self.job.guard.negative_loss,
         )
-        self.step = 0
-        self.epoch = 0
-        self.position = 0
+        self.step = self.epoch = self.position = self.skipped = 0
         self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.skipped = 0
-        self.stop_reason = ""
         self.units_seen = 0.0
+        self.stop_reason = ""
+        self.loader: Loader | None = None
         self._records: list[StepRecord] = []
         self._reported_s = 0.0
         self._saved_s = time.monotonic()
+        self._saved_step = -1
+        self._blocked_s: dict[int, float] = {}
 
     def run(self) -> None:
         """The whole of it. Data is prepared before the process group forms, since others would wait for it."""
         torch.set_num_threads(self.plan.threads)
         self.task = load_task(self.job)
-        self.train_data = self.task.dataset("train")
+        self.train_data: Any = self.task.dataset("train")
         self.valid_data = self.task.dataset("valid")
         self._count_steps()
         self._build()
         self._restore()
+        self.rescuer = Rescuer(self.link, lambda: self.step, self.write_state)
         try:
             if self.step < self.total_steps:
-                self._try_ten()
+                shrink.until_it_fits(self, self._try_ten)
+                self.open_loader()
                 self._announce()
                 self._loop()
             self.saver.wait()
+        except BaseException as error:
             self._report(force=True)
-            reason = "stopped" if self.stop_reason else "done"
-            peak = self.memory.peak()
-            self.link.send(Finished(step=self.step, reason=reason, peak_bytes=peak))
+            self.rescuer.hold(error)
+            raise
         finally:
-            self.saver.close()
-            self.strategy.close()
+            self._close()
+        reason = "stopped" if self.stop_reason else "done"
+        self.link.send(Finished(step=self.step, reason=reason, peak_bytes=self.memory.peak()))
+
+    def on_sigterm(self, _number: int, _frame: object) -> None:
+        """Preemption of one worker stops all, after the step and a save."""
+        self.stop_reason = "SIGTERM"
 
     # ---------------------------------------------------------------- before the loop
 
@@ -100,85 +115,119 @@ class Trainer:
 
     def _build(self) -> None:
         plan, rank = self.plan, self.link.rank
-        store = self.link.store(GROUP_S) if plan.devices > 1 else None
-        self.strategy = make_strategy(plan, rank, store)
+        self.strategy = make_strategy(plan, rank, self.link.store(GROUP_S) if plan.devices > 1 else None)
+        self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         seed_everything(self.job.seed, 0, 0)  # the same weights on every rank and under every strategy
         self.strategy.build(
-            self.task.model, lambda model: make_optimizer(self.job.optimizer, self.task.parameters(model))
+            self.task.model, lambda model: make_optimizer(self.job.optimizer, self.task.parameters(model), self.job.folder)
         )
         self.base_lrs = [group["lr"] for group in self.strategy.optimizer.param_groups]
-        self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
-        self.run_store = Store.open(self.job.run, self.job.checkpoint.options)
-        self.saver = Saver(self.run_store, rank=rank, world=plan.devices, attempt=self.assignment.attempt,
-                           on_part=self._part_written)  # fmt: skip
+        self.aliases = aliases(self.strategy.model)
+        self.store = Store.open(self.job.run, self.job.checkpoint.options)
+        self.saver = Saver(
+            self.store, rank=rank, world=plan.devices, attempt=self.assignment.attempt, on_part=self._part_written,
+            on_failure=lambda step, error: self.link.send(SaveFailed(step=step, error=error)),
+        )  # fmt: skip
 
     def _restore(self) -> None:
         if self.assignment.resume is None:
+            if self.job.init_from is not None:
+                from rung.launcher.checkpoint.init_from import load_weights
+
+                load_weights(self.job.init_from, self.strategy.intervals("load"), self.job.allow_mismatch)
+                self.strategy.restored()
             return
-        manifest = Manifest.read(self.run_store, self.assignment.resume)
-        StateLoader(self.run_store, manifest).fill(self.strategy.intervals("load"))
+        manifest = Manifest.read(self.store, self.assignment.resume)
+        found = StateLoader(self.store, manifest).fill(self.strategy.intervals("load"), allow_missing=True)
+        if lacking := [name for name in found.missing if name.startswith("model/")]:
+            raise StorageError(
+                f"{manifest.folder} lacks {len(lacking)} weights of this model: {', '.join(lacking[:5])}",
+                url=self.store.url, hint="the model's code has changed since; start a new run with init_from",
+            )  # fmt: skip
         self.strategy.restored()
         self.step, self.epoch, self.position = manifest.step, manifest.epoch, manifest.position
         state = manifest.trainer
         self.losses.extend(float(x) for x in state["losses"])
-        self.skipped = int(state["skipped"])
-        self.units_seen = float(state["units_seen"])
+        self.skipped, self.units_seen = int(state["skipped"]), float(state["units_seen"])
+        self._saved_step = self.step
+        if state["total_steps"] == self.total_steps and not math.isclose(self._lr_factor(), state["lr_factor"]):
+            raise RungError(
+                f"the schedule gives {self._lr_factor()} at step {self.step}, the checkpoint says {state['lr_factor']}"
+            )
 
     def _try_ten(self) -> None:
         count = min(smoke.TEN, self.order.length)
         first = [int(i) for i in self.order.indices(self.epoch, 0, count)]
-        smoke.try_ten(self.task, self.strategy, self.train_data, first, self._to_device)
+        smoke.try_ten(self.task, self.strategy, self.train_data, first, self.to_device)
 
-    def _announce(self) -> None:
+    def open_loader(self) -> None:
+        """A loader from the next sample on. Whatever was fetched ahead is fetched again."""
+        if self.loader is not None:
+            self.loader.close()
+        workers = 0 if self.job.data.workers == "auto" else self.job.data.workers
         self.loader = Loader(
             self.train_data, self.task.collate, self.order, self.plan, self.link.rank,
-            epoch=self.epoch, position=self.position, workers=self._loader_workers(),
+            epoch=self.epoch, position=self.position, workers=workers,
         )  # fmt: skip
+
+    def _announce(self) -> None:
+        assert self.loader is not None
         parameters = list(self.strategy.model.parameters())
         self.link.send(
             Ready(
                 step=self.step,
                 total_steps=self.total_steps,
                 steps_per_epoch=self.per_epoch,
-                samples=self.order.size,
-                parameters=sum(p.numel() for p in parameters),
-                trainable=sum(p.numel() for p in parameters if p.requires_grad),
+                samples=self.order.length,
+                parameters=sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
+                trainable=sum(getattr(p, "ds_numel", p.numel()) for p in parameters if p.requires_grad),
                 loader_workers=len(self.loader.worker_pids),
             )
         )
-
-    def _loader_workers(self) -> int:
-        return 0 if self.job.data.workers == "auto" else self.job.data.workers
 
     # ---------------------------------------------------------------- the loop
 
     def _loop(self) -> None:
         while self.step < self.total_steps and not self.stop_reason:
-            began = time.perf_counter()
-            batch = next(self.loader)
-            self._set_lr()
-            loss, norm, weight, data_s, save_now = self._one_step(batch, began)
-            self.step += 1
-            self.epoch, self.position = batch.resume
-            self._guard(batch, loss, norm)
-            self.units_seen += weight
-            self._records.append(
-                StepRecord(
-                    step=self.step, epoch=self.step / self.per_epoch, samples_seen=self._samples_seen(), loss=loss,
-                    norm=norm, lr=self.strategy.optimizer.param_groups[0]["lr"], weight=weight,
-                    seconds=time.perf_counter() - began, data_s=data_s,
-                )
-            )  # fmt: skip
+            shrink.until_it_fits(self, self._one_step)
             self._report()
-            last = self.step >= self.total_steps or bool(self.stop_reason)
-            if self._due(self.job.validation.every) or (self.step >= self.total_steps):
+            done = self.step >= self.total_steps
+            if done or self._due(self.job.validation.every):
                 self._validate()
-            if save_now or last or self._due(self.job.checkpoint.every):
+            if done or self.stop_reason or self._save_now or self._due(self.job.checkpoint.every):
                 self._save()
 
-    def _one_step(self, batch: Step, began: float) -> tuple[float, float, float, float, bool]:
-        """One optimizer step over one global batch. Returns the global loss and norm, the global weight, the time
-        spent waiting for data, and whether a save is due by the clock."""
+    def _one_step(self) -> None:
+        """One optimizer step over one global batch: gradients, agreement, guard, update."""
+        assert self.loader is not None
+        began = time.perf_counter()
+        batch = next(self.loader)
+        lr = self._set_lr()
+        loss_sum, weight, data_s = self._gradients(batch, began)
+        loss = self._agree(loss_sum) / weight if weight else 0.0
+        with self.rescuer.changing():
+            norm = self.strategy.step(self.job.clip, healthy=math.isfinite(loss) and weight > 0)
+            verdict = health.judge(
+                step=self.step + 1, loss=loss, norm=norm, rules=self.rules, skipped_in_a_row=self.skipped,
+                precision=self.plan.precision,
+            )  # fmt: skip
+            if verdict.action != "stop":
+                self._advance(batch, loss, weight, verdict)
+        if verdict.action == "stop":
+            raise self._health_error(batch, verdict.reason, loss_sum)
+        self._records.append(
+            StepRecord(
+                step=self.step, epoch=self.step / self.per_epoch, samples_seen=self._samples_seen(), loss=loss,
+                norm=norm, lr=lr, weight=weight, seconds=time.perf_counter() - began, data_s=data_s,
+            )
+        )  # fmt: skip
+
+    def _gradients(self, batch: Step, began: float) -> tuple[float, float, float]:
+        """Accumulates the gradient of the weighted mean loss over the whole global batch.
+
+        Returns this rank's weighted sum of losses, the weight of the whole global batch, and the seconds that were
+        spent waiting for data.
+        """
         strategy, task, devices = self.strategy, self.task, self.plan.devices
         own: list[float] | None = None
         total = float(batch.count)
@@ -194,7 +243,7 @@ class Trainer:
         loss_sum: torch.Tensor | float = 0.0
         for slot in range(batch.slots):
             weight = own[slot] if own is not None else (0.0 if micro.filler else float(len(micro.indices)))
-            on_device = self._to_device(micro.batch)
+            on_device = self.to_device(micro.batch)
             with strategy.micro(last=slot == batch.slots - 1):
                 loss = task.loss(strategy.model, on_device)
                 factor = weight * scale
@@ -202,142 +251,150 @@ class Trainer:
             if weight:
                 loss_sum = loss_sum + loss.detach() * weight
             if slot < batch.slots - 1:
-                began = time.perf_counter()
+                before = time.perf_counter()
                 micro = next(micros)
-                data_s += time.perf_counter() - began
-        local = float(loss_sum)
-        loss_all, stop, save_now = self._agree(local)
-        self._local_bad = not math.isfinite(local)
-        mean = loss_all / total if total > 0 else 0.0
-        norm = strategy.step(self.job.clip, healthy=math.isfinite(mean) and total > 0)
-        if stop:
-            self.stop_reason = self.stop_reason or "asked to stop"
-        return mean, norm, total, data_s, save_now
+                data_s += time.perf_counter() - before
+        return float(loss_sum), total, data_s
 
-    def _agree(self, loss_sum: float) -> tuple[float, bool, bool]:
-        """The one small all-reduce of a step: the summed loss, whether any rank was told to stop, and whether rank
-        0's clock calls for a save."""
-        told = self._told_to_stop()
+    def _agree(self, loss_sum: float) -> float:
+        """The one small all-reduce of a step: the summed loss, whether any rank was told to stop, and whether rank 0's
+        clock calls for a save."""
         every = self.job.checkpoint.every
         clock = every is not None and every.unit == "minutes" and self.link.rank == 0
-        timed = clock and self._minutes_since_save() >= every.amount  # type: ignore[union-attr]
-        loss, stop, save = self.strategy.collectives.agree([loss_sum, float(told), float(timed)])
-        return loss, stop > 0, save > 0
+        timed = clock and cadence.due(
+            every, step=0, per_epoch=1, minutes_since_last=(time.monotonic() - self._saved_s) / 60
+        )
+        loss: float
+        loss, stop, save = self.strategy.collectives.agree([loss_sum, float(self._told_to_stop()), float(timed)])
+        if stop and not self.stop_reason:
+            self.stop_reason = "a peer was told to stop"
+        self._save_now = save > 0
+        return loss
 
     def _told_to_stop(self) -> bool:
         while (message := self.link.poll()) is not None:
             if isinstance(message, Stop):
-                self.stop_reason = message.reason
+                self.stop_reason = message.reason or "asked to stop"
         return bool(self.stop_reason)
 
-    def _set_lr(self) -> None:
-        factor = schedule_factor(self.job.schedule, self.step, self.total_steps)
-        for group, base in zip(self.strategy.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = base * factor
+    def _lr_factor(self) -> float:
+        return schedule_factor(self.job.schedule, self.step, self.total_steps)
 
-    def _guard(self, batch: Step, loss: float, norm: float) -> None:
-        verdict = health.judge(
-            step=self.step, loss=loss, norm=norm, rules=self.rules, skipped_in_a_row=self.skipped,
-            precision=self.plan.precision,
-        )  # fmt: skip
+    def _set_lr(self) -> float:
+        factor = self._lr_factor()
+        groups = self.strategy.optimizer.param_groups
+        for group, base in zip(groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+        return float(self.base_lrs[0] * factor)
+
+    def _advance(self, batch: Step, loss: float, weight: float, verdict: health.Verdict) -> None:
+        """The step is complete, whether it was applied or skipped."""
+        self.step += 1
+        self.epoch, self.position = batch.resume
+        self.units_seen += weight
         if verdict.action == "ok":
             self.skipped = 0
             self.losses.append(loss)
             return
-        if verdict.action == "skip":
-            self.skipped += 1
-            if self.link.rank == 0:
-                self.link.send(
-                    Note(text=f"{verdict.reason}: the step was skipped, the weights are as before", warning=True)
-                )
-            return
-        raise self._health_error(batch, verdict.reason)
+        self.skipped += 1
+        if self.link.rank == 0:
+            self.link.send(Note(text=f"{verdict.reason}: skipped, the weights are as before", warning=True))
 
-    def _health_error(self, batch: Step, reason: str) -> HealthError:
-        """Names the samples: those of this rank if its own loss is bad, else those of the whole global batch."""
+    def _health_error(self, batch: Step, reason: str, loss_sum: float) -> HealthError:
+        """Names the samples: this rank's own if its loss is bad, else those of the whole global batch."""
         indices = [int(i) for i in batch.indices]
+        if not math.isfinite(loss_sum) and self.plan.devices > 1:
+            indices = smoke.own_samples(batch, self.plan, self.link.rank)
         facts = smoke.batch_facts([self.train_data[i] for i in indices[:256]])
-        cause = health.likely_cause(
-            facts=facts, lr=self.strategy.optimizer.param_groups[0]["lr"], precision=self.plan.precision,
-            losses=list(self.losses),
-        )  # fmt: skip
+        lr = self.base_lrs[0] * self._lr_factor()
+        cause = health.likely_cause(facts=facts, lr=lr, precision=self.plan.precision, losses=list(self.losses))
         shown = ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
         return HealthError(
-            f"{reason}; samples {shown}", samples=tuple(indices), step=self.step, hint=f"likely cause: {cause}"
+            f"{reason}; samples {shown}", samples=tuple(indices), step=self.step + 1, hint=f"likely cause: {cause}"
         )
 
     # ---------------------------------------------------------------- at intervals
 
     def _due(self, every: cadence.Interval | None) -> bool:
-        return every is not None and every.unit != "minutes" and cadence.due(
-            every, step=self.step, per_epoch=self.per_epoch, minutes_since_last=0.0
-        )  # fmt: skip
+        if every is None or every.unit == "minutes":
+            return False  # the clock is agreed on in _agree
+        return cadence.due(every, step=self.step, per_epoch=self.per_epoch, minutes_since_last=0.0)
 
     def _validate(self) -> None:
         if self.valid_data is None:
             return
         began = time.perf_counter()
-        model = self.strategy.model
-        sums: dict[str, float] = {}
-        total = 0.0
-        model.eval()
-        with torch.no_grad():
-            for micro in eval_batches(
-                self.valid_data, self.task.collate, self.plan, self.link.rank, limit=self.job.validation.batches
-            ):
-                batch = self._to_device(micro.batch)
-                weight = 0.0 if micro.filler else float(self.task.weight(micro.batch))
-                with self.strategy.micro(last=False):
-                    values = {"loss": self.task.loss(model, batch), **self.task.metrics(model, batch)}
-                total += weight
-                for name, value in values.items():
-                    sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)
-        model.train()
-        names = sorted(sums)
-        *all_sums, total = self.strategy.collectives.agree([*(sums[n] for n in names), total])
-        if self.link.rank == 0 and total > 0:
-            metrics = {n: s / total for n, s in zip(names, all_sums, strict=True)}
-            self._report(force=True)
+        self._report(force=True, phase="validating")
+        metrics = validate(self.task, self.strategy, self.valid_data, self.job.validation.batches, self.to_device,
+                           beat=self._told_to_stop)  # fmt: skip
+        if metrics is not None and self.link.rank == 0:
             self.link.send(Validated(step=self.step, metrics=metrics, seconds=time.perf_counter() - began))
 
     def _save(self) -> None:
-        began = time.perf_counter()
-        self.saver.snapshot(self.step, self.strategy.intervals("save"))
-        self._saved_s = time.monotonic()
-        self._blocked_s = time.perf_counter() - began
+        if self._saved_step == self.step:
+            return
+        self._report(force=True, phase="saving")
+        blocked = self.saver.snapshot(self.step, self.strategy.intervals("save"), self._meta())
+        self._blocked_s[self.step] = blocked.waited_s + blocked.copied_s
+        self._saved_s, self._saved_step = time.monotonic(), self.step
+        if blocked.waited_s > 1.0:
+            text = (
+                f"rank {self.link.rank} waited {blocked.waited_s:.1f} s for the save before this one: the store is slow"
+            )
+            self.link.send(Note(text=text, warning=True))
+
+    def write_state(self, whole: bool) -> None:
+        """Writes the state as of the last completed step, for a rescue; runs on a side thread."""
+        try:
+            if whole:
+                alone = Saver(self.store, rank=0, world=1, attempt=self.assignment.attempt, on_part=self._part_written)
+                part = alone.emergency(self.step, self.strategy.intervals("whole"), self._meta())
+            else:
+                part = self.saver.emergency(self.step, self.strategy.intervals("save"), self._meta())
+        except RungError as error:
+            self.link.send(SaveFailed(step=self.step, error=error))
+            return
+        self._part_written(part)
 
     def _part_written(self, part: Part) -> None:
         """Called by the saver's thread once this rank's part is in the store."""
-        self.link.send(Saved(step=part.step, part=part, meta=self._meta(), blocked_s=self._blocked_s))
+        self.link.send(Saved(part=part, blocked_s=self._blocked_s.pop(part.step, 0.0)))
 
-    def _meta(self) -> dict[str, object]:
+    def _meta(self) -> dict[str, Any]:
+        trainer = {
+            "losses": list(self.losses), "skipped": self.skipped, "units_seen": self.units_seen,
+            "total_steps": self.total_steps, "lr_factor": self._lr_factor(),
+        }  # fmt: skip
         return {
-            "step": self.step, "epoch": self.epoch, "position": self.position, "losses": list(self.losses),
-            "skipped": self.skipped, "units_seen": self.units_seen,
+            "epoch": self.epoch, "position": self.position, "aliases": self.aliases, "trainer": trainer,
+            "healthy": self.skipped == 0, "order": self.order.fingerprint,
         }  # fmt: skip
 
     # ---------------------------------------------------------------- small things
 
-    def _minutes_since_save(self) -> float:
-        return (time.monotonic() - self._saved_s) / 60
-
     def _samples_seen(self) -> int:
         return self.epoch * self.order.length + self.position
 
-    def _report(self, *, force: bool = False) -> None:
+    def _report(self, *, force: bool = False, phase: str = "training") -> None:
+        self.link.beat(self.step, phase)
         now = time.monotonic()
-        self.link.beat(self.step, "step")
         if self.link.rank == 0 and self._records and (force or now - self._reported_s >= REPORT_S):
+            memory = self.memory
             self.link.send(
-                Steps(
-                    records=tuple(self._records), memory_bytes=self.memory.now(), memory_limit_bytes=self.memory.limit
-                )
+                Steps(records=tuple(self._records), memory_bytes=memory.now(), memory_limit_bytes=memory.limit)
             )
             self._records.clear()
             self._reported_s = now
 
-    def _to_device(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
+        """The batch on this worker's device."""
         return batch if self.strategy.device.type == "cpu" else move(batch, self.strategy.device)
+
+    def _close(self) -> None:
+        if self.loader is not None:
+            self.loader.close()
+        self.saver.close()
+        self.strategy.close()
 
 
 def move(value: Any, device: torch.device) -> Any:

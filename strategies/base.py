@@ -7,10 +7,12 @@ from typing import Literal
 
 import torch
 
+from rung.strategies.collectives import Collectives
 from rung.strategies.plan import Plan
 from rung.strategies.shards import Interval
 
 MakeModel = Callable[[], torch.nn.Module]
+Purpose = Literal["save", "load", "whole"]
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
@@ -26,7 +28,8 @@ class Strategy(ABC):
     7. `close()`: once, also after a failure.
 
     Attributes set by `build`: `model` (call it for the forward pass; in evaluation too), `optimizer` (write
-    learning rates into its `param_groups`), `device`, and from the constructor `plan`, `rank`.
+    learning rates into its `param_groups`), `device`; from the constructor `plan`, `rank`, and `collectives` (the CPU
+    group of all ranks, for small exchanges).
 
     The gradient: a caller multiplies each micro-batch's mean loss by `weight * devices / global_weight`. Strategies
     average over ranks, so the sum over micro-batches and the mean over ranks is the gradient of the weighted mean
@@ -35,6 +38,7 @@ class Strategy(ABC):
 
     plan: Plan
     rank: int
+    collectives: Collectives
     device: torch.device
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -62,9 +66,10 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def intervals(self, purpose: Literal["save", "load"]) -> list[Interval]:
-        """What this rank owns of the state ("save": each element of the state is owned by exactly one rank), or needs
-        of it ("load": the destinations to fill). Communicates nothing."""
+    def intervals(self, purpose: Purpose) -> list[Interval]:
+        """What this rank owns of the state ("save": each element of the state is owned by exactly one rank), all that
+        it holds ("whole": for when the other ranks are gone), or what it needs of it ("load": the destinations to
+        fill). Communicates nothing."""
 
     @abstractmethod
     def restored(self) -> None:

@@ -4,12 +4,11 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import torch
 
 from rung.strategies import checkpointing
-from rung.strategies.base import MakeModel, MakeOptimizer, Strategy
+from rung.strategies.base import MakeModel, MakeOptimizer, Purpose, Strategy
 from rung.strategies.collectives import Collectives, device_of
 from rung.strategies.plan import Plan
 from rung.strategies.precision import Amp
@@ -86,8 +85,14 @@ class SingleStrategy(Strategy):
             )
         return torch.stack(norms).cpu()
 
-    def intervals(self, purpose: Literal["save", "load"]) -> list[Interval]:
-        return self._state.load() if purpose == "load" else self._state.save(self.rank, self.plan.devices)
+    def intervals(self, purpose: Purpose) -> list[Interval]:
+        match purpose:
+            case "load":
+                return self._state.load()
+            case "whole":
+                return self._state.save()
+            case "save":
+                return self._state.save(self.rank, self.plan.devices)
 
     def restored(self) -> None:
         self._state.restored()
