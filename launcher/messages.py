@@ -1,8 +1,10 @@
-"""What workers tell the launcher. Plain values; none needs torch to be unpickled."""
+"""What workers tell the launcher, and what it tells them. Plain values; none needs torch to be unpickled."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
 from rung.launcher.checkpoint.manifest import Part
+from rung.strategies.errors import RungError
 from rung.strategies.plan import Plan
 
 
@@ -10,14 +12,15 @@ from rung.strategies.plan import Plan
 class Assignment:
     """What one worker needs to know: everything else it finds out by itself.
 
-    `job` is `Job.to_dict()`; `resume` names a checkpoint folder, or is None for a fresh start.
+    `job` is `Job.to_dict()`, `source` the file it came from; `resume` is a checkpoint's folder, relative to the run, or
+    None for a fresh start.
     """
 
     job: dict[str, object]
+    source: Path
     plan: Plan
     attempt: int
     resume: str | None = None
-    skip_smoke: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,12 +73,21 @@ class Validated:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """One rank's part of a checkpoint is in the store. When every rank's is there, the launcher commits."""
+    """One rank's part of a checkpoint is in the store. When every rank's is there, the launcher commits.
+
+    blocked_s: how long training stood still for it.
+    """
+
+    part: Part
+    blocked_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveFailed:
+    """One rank could not write its part, for good."""
 
     step: int
-    part: Part
-    meta: dict[str, object]
-    blocked_s: float
+    error: RungError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,4 +105,48 @@ class Finished:
     step: int
     reason: str
     peak_bytes: int
-    totals: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutOfMemory:
+    """A single device ran out of memory in the step after `step`; nothing is lost. Asks for a smaller plan."""
+
+    step: int
+    peak_bytes: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """Where a worker stands in a rescue. `sound`: its state is that of `step`, whole. `failing`: it said so unasked."""
+
+    step: int
+    sound: bool
+    failing: bool
+
+
+# ---------------------------------------------------------------- launcher to worker (and `rung.cluster.link.Stop`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replan:
+    """The answer to OutOfMemory: do the step again under this plan."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhereAreYou:
+    """A peer has failed: freeze the state and answer with a Position."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteState:
+    """Write the frozen state: your own intervals, or the `whole` of it."""
+
+    whole: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leave:
+    """There is nothing left to do for a worker that failed."""

@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from rung.launcher.data.loader import Step
 from rung.launcher.task import TaskAdapter
 from rung.launcher.watch.health import BatchFacts
 from rung.strategies.base import Strategy
 from rung.strategies.errors import DataError, HealthError
+from rung.strategies.plan import Plan, cut
 
 TEN = 10
 #: How long the search for the longest sample may take, in seconds.
@@ -123,6 +125,11 @@ class RangeCheck(TorchFunctionMode):
         """Ids are laid out sample by sample, so the position in the flat tensor tells the sample."""
         count = len(self.indices)
         return int(self.indices[position * count // total]) if count and total % count == 0 else None
+
+
+def own_samples(batch: Step, plan: Plan, rank: int) -> list[int]:
+    """Dataset indices of what one rank takes of a global batch."""
+    return [int(i) for a, b in cut(batch.count, plan).slices[rank] for i in batch.indices[a:b]]
 
 
 def longest(dataset: Any, size: Callable[[object], int] | None) -> int | None:
