@@ -1,6 +1,5 @@
 """One micro-batch out of the user's data set: the same bits wherever and in whatever company it is fetched."""
 
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from typing import Any, Protocol
 
 from rung.launcher.data import rng
 from rung.launcher.data.order import Order
+from rung.launcher.user_code import task_error
 from rung.strategies.errors import RungError, TaskError
 from rung.strategies.oom import is_out_of_memory
 
@@ -60,12 +60,12 @@ class Fetch:
             return [self._sample(epoch, index) for index in indices]
         try:
             samples = list(many(indices))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if passes(error):
                 raise
             for index in indices:  # on its own, the broken one names itself
                 self._sample(epoch, index)
-            raise _task_error(f"the data set's __getitems__ failed on samples {_few(indices)}", error) from None
+            raise task_error(error, f"__getitems__ of the data set, for samples {_few(indices)}") from None
         if len(samples) != len(indices):
             raise TaskError(
                 f"the data set's __getitems__ returned {len(samples)} samples for {len(indices)} indices",
@@ -78,21 +78,24 @@ class Fetch:
             rng.seed_sample(self.seed, epoch, index)
         try:
             return self.dataset[index]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if passes(error):
                 raise
-            raise _task_error(f"the data set failed on sample {index}", error) from None
+            raise task_error(error, f"sample {index} of the data set") from None
 
     def _collated(self, samples: list[Any], indices: Sequence[int]) -> Any:
         try:
             return self.collate(samples)
-        except Exception as error:
+        except TaskError as error:  # the task's own collate comes with its border around it, which knows no samples
+            message = f"{error.message} of samples {_few(indices)}"
+            raise TaskError(message, traceback_text=error.traceback_text, hint=error.hint) from None
+        except (Exception, SystemExit) as error:
             if passes(error):
                 raise
-            raise _task_error(f"collate failed on samples {_few(indices)}", error) from None
+            raise task_error(error, f"collate of samples {_few(indices)}") from None
 
 
-def passes(error: Exception) -> bool:
+def passes(error: BaseException) -> bool:
     """Whether an exception from the user's code goes on as it is: errors of rung's own, and memory that ran out, which
     is no mistake of theirs and has others to deal with it."""
     return isinstance(error, RungError) or is_out_of_memory(error)
@@ -112,16 +115,3 @@ def probe(dataset: MapStyle, collate: Collate, order: Order) -> Randomness:
 def _few(indices: Sequence[int]) -> str:
     shown = ", ".join(str(index) for index in indices[:8])
     return shown if len(indices) <= 8 else f"{shown} and {len(indices) - 8} more"
-
-
-def _task_error(what: str, error: Exception) -> TaskError:
-    message = f"{what}: {type(error).__name__}: {error}"
-    return TaskError(message, traceback_text=_user_traceback(error))
-
-
-def _user_traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on: rung's own, which stand before it, are left out."""
-    at = error.__traceback__
-    while at is not None and str(at.tb_frame.f_globals.get("__name__", "")).startswith("rung."):
-        at = at.tb_next
-    return "".join(traceback.format_exception(type(error), error, at))

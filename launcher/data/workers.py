@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 
@@ -170,6 +171,7 @@ def _signals_held() -> Iterator[None]:
     again; a dead worker is seen when its batch is due."""
     in_main = threading.current_thread() is threading.main_thread()
     on_child = signal.getsignal(signal.SIGCHLD)
+    resource_tracker.ensure_running()  # its start, which would come inside the block, lets the signals through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

@@ -19,6 +19,7 @@ from rung.launcher.data.fetch import Randomness
 from rung.launcher.data.loader import Loader, Step, auto_workers, eval_batches
 from rung.launcher.data.order import Order
 from rung.launcher.data.rng import seed_everything
+from rung.launcher.task import TaskAdapter
 from rung.strategies.errors import DataError, TaskError, WorkersFailed
 from rung.strategies.plan import Plan, cut
 
@@ -255,7 +256,9 @@ def test_a_sample_that_raises_is_named_with_the_users_traceback_only(workers: in
     with Loader(Faulty(20, "raise"), default_collate, order, plan(4, 4), 0, workers=workers) as loader:
         for _ in range(3):
             list(next(loader).micro)
-        with pytest.raises(TaskError, match="sample 13: ValueError: bad header in record 13") as caught:
+        with pytest.raises(
+            TaskError, match=r"ValueError: bad header in record 13 in test_loader.py:\d+, in sample 13 of"
+        ) as caught:
             list(next(loader).micro)
     text = caught.value.traceback_text
     assert "in decode" in text
@@ -270,7 +273,7 @@ def test_a_broken_sample_is_found_behind_a_bulk_fetch() -> None:
             return [self[i] for i in indices]
 
     loader = Loader(Lot(20, "raise"), default_collate, Order(20, shuffle=False), plan(20, 20), 0)
-    with pytest.raises(TaskError, match="failed on sample 13: ValueError"):
+    with pytest.raises(TaskError, match=r"ValueError: bad header.*, in sample 13 of the data set"):
         list(next(loader).micro)
 
 
@@ -285,7 +288,7 @@ def test_a_bulk_fetch_that_fails_alone_or_miscounts_is_told() -> None:
 
     for data, says in (
         (Short(9), "3 samples for 4"),
-        (Broken(9), "__getitems__ failed on samples 0, 1, 2, 3: OSError"),
+        (Broken(9), "OSError: no such file .*, in __getitems__ of the data set, for samples 0, 1, 2, 3"),
     ):
         loader = Loader(data, default_collate, Order(9, shuffle=False), plan(4, 4), 0)
         with pytest.raises(TaskError, match=says):
@@ -293,12 +296,19 @@ def test_a_bulk_fetch_that_fails_alone_or_miscounts_is_told() -> None:
 
 
 def test_a_collate_that_raises_names_its_samples() -> None:
-    def ragged(samples: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([torch.zeros(int(i)) for i in samples])
+    class Task:
+        def loss(self, model: Any, batch: Any) -> None: ...
 
-    with pytest.raises(TaskError, match="collate failed on samples 0, 1, 2, 3: RuntimeError") as caught:
-        next(Loader(Plain(20), ragged, Order(20, shuffle=False), plan(4, 4), 0))
-    assert "in ragged" in caught.value.traceback_text
+        def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([torch.zeros(int(i)) for i in samples])
+
+    collates: list[Any] = [Task().collate, TaskAdapter(Task()).collate]
+    for collate in collates:
+        loader = Loader(Plain(20), collate, Order(20, shuffle=False), plan(4, 4), 0, random=Randomness())
+        with pytest.raises(TaskError, match=r"RuntimeError: .*, in collate of samples 0, 1, 2, 3") as caught:
+            next(iter(next(loader).micro))
+        assert "stack expects each tensor" in caught.value.traceback_text
+        assert "test_loader.py" in caught.value.traceback_text
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -443,6 +453,18 @@ def test_micro_batches_left_over_are_not_taken_for_the_next_step() -> None:
         next(loader)
         for step in itertools.islice(loader, 3):
             assert [i for part in numbers(step) for i in part] == step.indices.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_batches_for_a_gpu_come_in_pinned_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device; there is none")
+    how = plan(8, 4).with_(device="cuda")
+    with Loader(Plain(32), default_collate, Order(32, 1), how, 0, epochs=1, workers=1) as loader:
+        micro = [one for step in loader for one in step.micro]
+    assert len(micro) == 8
+    assert all(one.batch.is_pinned() and one.batch.tolist() == one.indices.tolist() for one in micro)
 
 
 TRAINER = """
