@@ -161,10 +161,10 @@ def inventory_of(hardware: Any) -> Inventory:
         return hardware
     host = hardware.host
     facts = HostFacts(
-        total_bytes=host.total_bytes,
-        free_bytes=host.free_bytes,
-        cores=max(1, int(host.cores)),
-        disk_bytes=int(getattr(host, "disk_free_bytes", None) or 0),
+        total_bytes=host.memory_total_bytes,
+        free_bytes=host.memory_available_bytes,
+        cores=max(1, int(host.cpus)),
+        disk_bytes=host.disk_free_bytes,
     )
     devices = tuple(_device(device) for device in hardware.devices if device.kind != "cpu")
     devices += (cpu_device(facts, bf16=any(d.kind == "cpu" and d.bf16 for d in hardware.devices)),)
