@@ -148,6 +148,29 @@ def first_failure(ends: list[Ended]) -> Ended | None:
     )
 
 
+def culprits(steps: dict[int, int], stacks: dict[int, str]) -> list[int]:
+    """Which of several silent ranks the others wait for: those at the lowest step, and of these the ones whose stack
+    does not end in a wait for others. If all of them wait, all of them are returned."""
+    lowest = min(steps.values(), default=0)
+    behind = sorted(rank for rank, step in steps.items() if step == lowest)
+    return [rank for rank in behind if not waits_for_peers(stacks.get(rank, ""))] or behind
+
+
+_WAITING = re.compile(
+    r"/torch/distributed/(?!checkpoint)|/torch/nn/parallel/distributed\.py|/deepspeed/comm/|_engine_run_backward"
+    r"|/torch/cuda/(?:streams|__init__)\.py.*synchronize"
+)
+
+
+def waits_for_peers(stacks: str) -> bool:
+    """Whether the main thread of these faulthandler stacks stands in a collective, or where one is waited for (the
+    backward pass of DDP communicates inside the autograd engine)."""
+    blocks = [block for block in re.split(r"\n\s*\n", stacks) if "Current thread" in block or "Thread 0x" in block]
+    main = next((block for block in blocks if "Current thread" in block), blocks[-1] if blocks else "")
+    frames = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
+    return any(_WAITING.search(line) for line in frames[:3])
+
+
 def user_traceback(error: BaseException) -> str:
     """The traceback as its owner wants to read it: from the first frame outside of rung on, chain included."""
     first = error.__traceback__

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from rung.cluster.failures import Ended, Facts
+from rung.cluster.failures import Ended, Facts, culprits
 from rung.cluster.link import PAYLOAD, SLOT_BYTES, USER, Board, Stop, frame
 from rung.cluster.memory_trace import MemoryTrace
 from rung.cluster.spawner import Channel, Spawner, import_path, peer_frame
@@ -119,10 +119,10 @@ class Workers:
         self._spawner = spawner
         self._channels: list[Channel] = []
         self._stacks: list[IO[bytes]] = []
-        self._events: deque[Event] = deque()
+        self._events: deque[Ended | tuple[int, bytes, float]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._board_file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+        self._board_file = _memory_file()
         os.ftruncate(self._board_file.fileno(), self.world * SLOT_BYTES)
         self._board = Board(self._board_file.fileno(), self.world)
 
@@ -135,8 +135,9 @@ class Workers:
         """
         workers = cls(_get_spawner(None, None), specs)
         try:
-            for spec in workers.specs:
-                workers._fork(entry, spec)
+            payloads = [frame(PAYLOAD, spec.payload) for spec in workers.specs]
+            for spec, payload in zip(workers.specs, payloads, strict=True):
+                workers._fork(entry, spec, payload)
             workers._spawner.tickers.append(workers._sample)
             workers._wait_for_arrival(deadline_s)
         except BaseException:
@@ -144,7 +145,7 @@ class Workers:
             raise
         return workers
 
-    def _fork(self, entry: str, spec: WorkerSpec) -> None:
+    def _fork(self, entry: str, spec: WorkerSpec, payload: bytes) -> None:
         try:
             spec.log.parent.mkdir(parents=True, exist_ok=True)
             log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -152,8 +153,9 @@ class Workers:
             raise StorageError(
                 f"cannot write the log of rank {spec.rank}, {spec.log}: {error.strerror}", url=str(spec.log)
             ) from None
-        stacks = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
+        stacks = _memory_file()
         ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         channel = Channel(
             rank=spec.rank,
             sock=ours,
@@ -177,7 +179,7 @@ class Workers:
         }
         try:
             fds = (theirs.fileno(), log, self._board_file.fileno(), stacks.fileno())
-            self._spawner.fork(channel, request, frame(PAYLOAD, spec.payload), fds)
+            self._spawner.fork(channel, request, payload, fds)
         finally:
             theirs.close()
             os.close(log)
@@ -212,7 +214,7 @@ class Workers:
             self._changed.wait_for(lambda: self._events, timeout_s)
             events = list(self._events)
             self._events.clear()
-        return events
+        return [event if isinstance(event, Ended) else _message(*event) for event in events]
 
     def send(self, rank: int | None, value: object) -> None:
         """Sends `value` to one rank, or to all that live (None). Never blocks."""
@@ -230,7 +232,7 @@ class Workers:
         """Python stacks of all threads of a living worker, most recent call first; works while it hangs in C code."""
         channel, file = self._channels[rank], self._stacks[rank].fileno()
         start = size = os.fstat(file).st_size
-        self._spawner.kill(channel, signal.SIGUSR1, group=False)
+        self._spawner.kill(channel, signal.SIGUSR1)
         until, still = time.monotonic() + deadline_s, 0
         while time.monotonic() < until and still < 3:
             time.sleep(0.02)
@@ -241,15 +243,26 @@ class Workers:
             return f"rank {rank} did not answer within {deadline_s:g} s ({_state(channel.pid)})"
         return os.pread(file, size - start, start).decode(errors="replace").strip()
 
+    def hung(self, silent_s: float) -> dict[int, str]:
+        """Ranks that hold up the others, with their stacks: empty unless a heartbeat is older than `silent_s`.
+
+        When one rank hangs all fall silent, since the others wait for it; `culprits` tells them apart.
+        """
+        beats = self.heartbeats()
+        if not any(age > silent_s for _, _, age in beats.values()):
+            return {}
+        stacks = {rank: self.stacks(rank) for rank in beats}
+        return {rank: stacks[rank] for rank in culprits({r: step for r, (step, _, _) in beats.items()}, stacks)}
+
     def signal(self, rank: int, number: int) -> None:
         """Sends a signal to one worker."""
-        self._spawner.kill(self._channels[rank], number, group=False)
+        self._spawner.kill(self._channels[rank], number)
 
     def stop(self, grace_s: float = 10.0, *, reason: str = "") -> None:
         """Ends all workers and everything below them; returns when nothing is left. Safe to call twice.
 
         They are sent `Stop` and have `grace_s` to return; then SIGTERM and two seconds, then SIGKILL to their process
-        groups. With no grace at all SIGKILL comes at once.
+        sessions. With no grace at all SIGKILL comes at once.
         """
         if self._closed:
             return
@@ -272,13 +285,13 @@ class Workers:
             self.send(None, Stop(reason=reason))
             if not self._wait_for_end(grace_s):
                 for channel in self._channels:
-                    self._spawner.kill(channel, signal.SIGTERM, group=False)
+                    self._spawner.kill(channel, signal.SIGTERM)
                 self._wait_for_end(TERM_S)
         if any(c.pid is None and c.ended is None for c in self._channels):
             self._spawner.close()  # it has not come to fork them yet, and shall not
         shared = _shared_memory_of(self.pids().values())
         for channel in self._channels:
-            self._spawner.kill(channel, signal.SIGKILL, group=True)
+            self._spawner.kill(channel, signal.SIGKILL)
         if not self._wait_for_end(KILL_S):
             left = {rank: _state(pid) for rank, pid in self.pids().items()}
             raise WorkersFailed(
@@ -319,9 +332,8 @@ class Workers:
     # Called by the talking thread.
 
     def _on_message(self, channel: Channel, body: bytes) -> None:
-        message = Message(rank=channel.rank, value=pickle.loads(body), at=time.time())  # noqa: S301 - our own worker
         with self._changed:
-            self._events.append(message)
+            self._events.append((channel.rank, body, time.time()))
             self._changed.notify_all()
 
     def _on_change(self, channel: Channel) -> None:
@@ -340,6 +352,18 @@ class Workers:
 
     def _sample(self) -> None:
         self.memory.sample(self.pids())
+
+
+def _message(rank: int, body: bytes, at: float) -> Message:
+    """Loaded here and not by the talking thread, so that a value that cannot be loaded is the caller's to see."""
+    return Message(rank=rank, value=pickle.loads(body), at=at)  # noqa: S301 - from a worker that we forked
+
+
+def _memory_file() -> IO[bytes]:
+    """An empty file without a name, in memory where the system has that: no full disk can break a heartbeat."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("rung"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _state(pid: int | None) -> str:

@@ -15,7 +15,7 @@ hides errors of preloading and reports exit codes only through a `Process` objec
 the launcher.
 
 Requests are JSON lines on a Unix socket, those to fork with file descriptors attached (link, log, heartbeats, stacks):
-`{"fork": {...}}`, `{"kill": pid, "signal": n, "group": bool}` and `{"settle": [pids]}`. Replies:
+`{"fork": {...}}`, `{"kill": pid, "signal": n}` and `{"settle": [pids]}`. Replies:
 `{"ready": true}`, `{"forked": tag, "pid": n}`, `{"failed": tag, "why": text}`,
 `{"ended": pid, "status": wait status, "at": time, "peak_bytes": n}`, and
 `{"settled": [pids]}` once nothing is left of these workers' sessions.
@@ -37,8 +37,9 @@ from typing import Any
 FDS_PER_WORKER = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_TRACKER_GRACE_S = 1.0
-"""multiprocessing's resource tracker removes the shared memory of a worker that died; it gets this long to do so."""
+_CLEANER_GRACE_S = 1.0
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+"""They remove the shared memory of a worker that died, and get this long to do so."""
 
 
 def main(control_fd: int, preload: Sequence[str]) -> None:
@@ -83,7 +84,9 @@ class _Server:
         self._pending = b""
         self._settling: list[list[int]] = []
         self._sweeps: list[tuple[float, int]] = []
-        """(when, session): sessions of ended workers whose resource tracker may still be cleaning up."""
+        """(when, session): sessions of ended workers, of which something may still be cleaning up."""
+        self._strays: dict[int, float] = {}
+        """Since when a process is ours because its parent ended."""
 
     def serve(self) -> Callable[[], None] | None:
         """Runs until the launcher hangs up. In a forked child it returns at once, with what the child shall do."""
@@ -140,7 +143,7 @@ class _Server:
         pid = request["kill"]
         if pid in self._workers:  # not yet waited for, so the number cannot have been given to another process
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                (os.killpg if request["group"] else os.kill)(pid, request["signal"])
+                os.kill(pid, request["signal"])
         return None
 
     def _fork(self, request: dict[str, Any]) -> Callable[[], None] | None:
@@ -173,22 +176,24 @@ class _Server:
             if self._workers.pop(pid, None) is not None:
                 unit = 1 if sys.platform == "darwin" else 1024
                 at = time.time()
-                _kill_session(pid, spare_tracker=True)
-                self._sweeps.append((time.monotonic() + _TRACKER_GRACE_S, pid))
+                _kill_session(pid, spare_cleaners=True)
+                self._sweeps.append((time.monotonic() + _CLEANER_GRACE_S, pid))
                 self._reply({"ended": pid, "status": status, "at": at, "peak_bytes": usage.ru_maxrss * unit})
 
     def _sweep(self) -> None:
         now = time.monotonic()
         for due, session in list(self._sweeps):
             if now >= due or not _session(session):
-                _kill_session(session, spare_tracker=False)
+                _kill_session(session, spare_cleaners=False)
                 self._sweeps.remove((due, session))
         strays: list[int] = []
         if not self._workers and not self._sweeps:
             strays = _children()  # what changed its session and outlived its worker
-            for pid in strays:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self._strays = {pid: self._strays.get(pid, now) for pid in strays}
+            for pid, since in self._strays.items():
+                if now - since >= _CLEANER_GRACE_S or not _is_cleaner(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
         waiting = {session for _, session in self._sweeps} | set(self._workers)
         for pids in list(self._settling):
             if not strays and not waiting & set(pids):
@@ -250,15 +255,22 @@ def _session(session: int) -> list[int]:
     return found
 
 
-def _kill_session(session: int, *, spare_tracker: bool) -> None:
+def _is_cleaner(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(name in command for name in _CLEANERS)
+    return False
+
+
+def _kill_session(session: int, *, spare_cleaners: bool) -> None:
     members = _session(session)
     if not members and sys.platform != "linux":
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(session, signal.SIGKILL)
     for pid in members:
-        with contextlib.suppress(OSError):
-            if spare_tracker and b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                continue
+        if spare_cleaners and _is_cleaner(pid):
+            continue
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 

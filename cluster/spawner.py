@@ -7,6 +7,7 @@ worker that hangs never blocks the launcher.
 import contextlib
 import json
 import os
+import pickle
 import selectors
 import signal
 import socket
@@ -61,6 +62,8 @@ class Spawner:
         self._by_pid: dict[int, Channel] = {}
         self._calls: deque[Callable[[], None]] = deque()
         self._pending = b""
+        self._ending = threading.Lock()
+        self._ended = False
         self._control, theirs = socket.socketpair()
         self._wake_r, self._wake_w = socket.socketpair()
         for end in (self._wake_r, self._wake_w):
@@ -94,24 +97,29 @@ class Spawner:
         kept = [os.dup(fd) for fd in fds]
 
         def act() -> None:
-            self._by_tag[request["tag"]] = channel
-            channel.sock.setblocking(False)
             self._selector.register(channel.sock, selectors.EVENT_READ, channel)
             self._queue(channel, payload)
             self._ask({"fork": request}, kept)
             for fd in kept:
                 os.close(fd)
 
-        self._post(act)
+        with self._ending:
+            if not self._ended:
+                self._by_tag[request["tag"]] = channel
+                self._post(act)
+                return
+        for fd in kept:
+            os.close(fd)
+        self._lose(channel)
 
     def send(self, channel: Channel, data: bytes) -> None:
         """Sends a frame to a worker as soon as it takes it; nothing if it has ended."""
         self._post(lambda: self._queue(channel, data))
 
-    def kill(self, channel: Channel, number: int, *, group: bool) -> None:
-        """Sends a signal to a worker or to its whole process group, if it has not ended."""
+    def kill(self, channel: Channel, number: int) -> None:
+        """Sends a signal to a worker, if it has not ended. When it dies, the nursery ends the rest of its session."""
         if channel.pid is not None and channel.ended is None:
-            request = {"kill": channel.pid, "signal": int(number), "group": group}
+            request = {"kill": channel.pid, "signal": int(number)}
             self._post(lambda: self._ask(request))
 
     def settle(self, channels: Sequence[Channel]) -> None:
@@ -138,6 +146,12 @@ class Spawner:
             self._wake_w.send(b"x")
 
     def _talk(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._orphaned()  # the nursery is gone; or a defect of ours, and then the workers end with this socket
+
+    def _serve(self) -> None:
         next_tick = time.monotonic() + TICK_S
         while True:
             for key, mask in self._selector.select(max(0.0, next_tick - time.monotonic()) if self.tickers else None):
@@ -150,7 +164,6 @@ class Spawner:
                     with contextlib.suppress(BlockingIOError):
                         self._wake_r.recv(4096)
                 elif not self._hear():
-                    self._orphaned()
                     return
             while self._calls:
                 self._calls.popleft()()
@@ -239,9 +252,7 @@ class Spawner:
             channel.arrived = True
             channel.on_change(channel)
         elif kind == FAILURE:
-            import pickle
-
-            channel.failure = pickle.loads(body)  # noqa: S301 - from a worker that we forked
+            channel.failure = _load_failure(channel.rank, body)
 
     def _queue(self, channel: Channel, data: bytes) -> None:
         if channel.ended is None:
@@ -259,27 +270,33 @@ class Spawner:
     def _orphaned(self) -> None:
         """The nursery is gone: the kernel killed its workers with it."""
         self.alive = False
-        at, why = time.time(), f"the process that workers are forked from ended\n{self.output()}".rstrip()
-        for channel in [*self._by_tag.values(), *self._by_pid.values()]:
-            if channel.ended is None:
-                self._read(channel)
-                channel.failure = channel.failure or Failure(
-                    rank=channel.rank,
-                    at=at,
-                    type_name="WorkersFailed",
-                    message=why,
-                    traceback="",
-                    error=WorkersFailed(why),
-                    peer=True,
-                )
-                self._end(channel, signal.SIGKILL, at, 0)
-            channel.settled = True
-            channel.on_change(channel)
-        self._by_tag.clear()
-        self._by_pid.clear()
+        with self._ending:
+            self._ended = True
+            while self._calls:
+                self._calls.popleft()()
+            lost = [*self._by_tag.values(), *self._by_pid.values()]
+        for channel in lost:
+            self._lose(channel)
         self._selector.close()
         for end in (self._control, self._wake_r, self._wake_w):
             end.close()
+
+    def _lose(self, channel: Channel) -> None:
+        if channel.ended is None:
+            at, why = time.time(), f"the process that workers are forked from ended\n{self.output()}".rstrip()
+            self._read(channel)
+            channel.failure = channel.failure or Failure(
+                rank=channel.rank,
+                at=at,
+                type_name="WorkersFailed",
+                message=why,
+                traceback="",
+                error=WorkersFailed(why),
+                peer=True,
+            )
+            self._end(channel, signal.SIGKILL, at, 0)
+        channel.settled = True
+        channel.on_change(channel)
 
     def output(self) -> str:
         """What the nursery itself has written: modules that could not be preloaded, and how it died."""
@@ -292,8 +309,15 @@ def import_path() -> list[str]:
     return [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109 - a string is wanted
 
 
-def peer_frame(body: bytes) -> bytes:
-    """A PORT frame as it goes on to the other ranks, unopened."""
-    import pickle
+def _load_failure(rank: int, body: bytes) -> Failure:
+    try:
+        failure: Failure = pickle.loads(body)  # noqa: S301 - from a worker that we forked
+    except Exception as error:
+        why = f"its report cannot be read here ({type(error).__name__}: {error})"
+        return Failure(rank=rank, at=time.time(), type_name="Exception", message=why, traceback="")
+    return failure
 
+
+def peer_frame(body: bytes) -> bytes:
+    """A PORT frame, made anew for the other ranks."""
     return frame(PORT, pickle.loads(body))  # noqa: S301 - two integers from a worker that we forked

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import io
@@ -63,6 +64,9 @@ def _own_log(log_fd: int) -> None:
         stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # another C library; its output then comes in blocks
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "__stdoutp" if sys.platform == "darwin" else "stdout"), None, 1, 0)
 
 
 def _settle(request: dict[str, Any]) -> None:
