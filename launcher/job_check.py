@@ -144,7 +144,9 @@ _STAND_INS: dict[str, object] = {"task": "task:Task", "run": "run", "batch": LAR
 
 
 def _location(detail: ErrorDetails) -> KeyPath:
-    return tuple(part for part in detail["loc"] if part != "[key]")
+    """The path to the value; pydantic marks a bad key of a mapping by a last part that a user's key may equal too."""
+    path = detail["loc"]
+    return path[:-1] if path[-1:] == ("[key]",) and detail["type"] != "extra_forbidden" else path
 
 
 # What a field must hold, by pydantic's name of the mistake.

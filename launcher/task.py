@@ -96,7 +96,7 @@ class TaskAdapter:
         self.class_weights: torch.Tensor | None = None
         self._tensor = torch.Tensor
         self._loss: Callable[..., Any] = task.loss
-        self._collate: Callable[[Sequence[Any]], Any] = getattr(task, "collate", None) or default_collate
+        self._collate: Callable[[Any], Any] = getattr(task, "collate", None) or default_collate
         for name in ("weight", "label", "metrics", "collate", "parameters", "size"):
             given = getattr(task, name, None)
             if given is not None and not callable(given):

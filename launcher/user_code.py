@@ -82,7 +82,7 @@ def _filter(formatted: traceback.TracebackException, error: BaseException, seen:
     seen.add(id(error))
     frames = list(traceback.walk_tb(error.__traceback__))
     keep = [not _is_ours(str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename) for frame, _ in frames]
-    theirs = [k and _is_users(frame.f_code.co_filename) for k, (frame, _) in zip(keep, frames, strict=True)]
+    theirs = [k and is_users_file(frame.f_code.co_filename) for k, (frame, _) in zip(keep, frames, strict=True)]
     first = theirs.index(True) if True in theirs else 0
     if len(formatted.stack) == len(frames):
         kept = [line for i, line in enumerate(formatted.stack) if i >= first and keep[i]]
@@ -101,7 +101,8 @@ def _is_ours(module: str, filename: str) -> bool:
     return module.startswith("rung.") or filename.startswith("<frozen ") or module.partition(".")[0] == "importlib"
 
 
-def _is_users(filename: str) -> bool:
+def is_users_file(filename: str) -> bool:
+    """Whether a source file is neither Python's own nor an installed package's."""
     return not filename.startswith(_LIBRARIES) and not filename.startswith("<frozen ")
 
 
@@ -112,7 +113,7 @@ def _place(error: BaseException) -> str:
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         filename = frame.f_code.co_filename
-        if not _is_ours(str(frame.f_globals.get("__name__", "")), filename) and _is_users(filename):
+        if not _is_ours(str(frame.f_globals.get("__name__", "")), filename) and is_users_file(filename):
             found = f"{os.path.basename(filename)}:{line}"  # noqa: PTH119
     return found
 

@@ -2,10 +2,11 @@
 
 import importlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rung.launcher.nearest import did_you_mean
-from rung.launcher.user_code import user_code
+from rung.launcher.user_code import is_users_file, user_code
 from rung.strategies.errors import JobError
 
 # Modules that were imported for a job, by the folder they came from. A process may load several jobs, each with its
@@ -67,9 +68,14 @@ def _root(parts: list[str], folder: Path, cwd: Path) -> Path | None:
 
 
 def _is_within(module: str, root: Path) -> bool:
-    loaded = sys.modules.get(module)
-    places = [getattr(loaded, "__file__", None), *(getattr(loaded, "__path__", None) or ())]
-    return any(isinstance(place, str) and Path(place).is_relative_to(root) for place in places)
+    """Whether a loaded module is the user's and from below `root` (which may hold their virtual environment too)."""
+    # Not getattr: some modules make up whatever they are asked for (torch.ops).
+    attributes = getattr(sys.modules.get(module), "__dict__", {})
+    path = attributes.get("__path__")
+    places = [attributes.get("__file__"), *(path if isinstance(path, Iterable) else ())]
+    return not module.startswith("rung.") and any(
+        isinstance(place, str) and Path(place).is_relative_to(root) and is_users_file(place) for place in places
+    )
 
 
 def _forget_others(wanted: set[Path]) -> None:
@@ -81,7 +87,7 @@ def _forget_others(wanted: set[Path]) -> None:
 
 
 def _refuse_a_taken_name(top: str, root: Path, key: str) -> None:
-    if top in sys.modules and not _is_within(top, root):
+    if top in sys.modules and not (_is_within(top, root) or _is_within(top, root.resolve())):
         other = getattr(sys.modules[top], "__file__", None) or "Python itself"
         raise JobError(
             f"{key}: {root / top} has the same name as a module that is loaded already ({other})",
@@ -98,7 +104,7 @@ def _no_module(module_name: str, folder: Path, cwd: Path, key: str) -> JobError:
         if path.is_file() or path.is_dir()
     ]
     return JobError(
-        f"{key}: there is no module {module_name}{did_you_mean(module_name, [n for n in there if n.isidentifier()])}",
+        f"{key}: there is no module {module_name}{did_you_mean(module_name, there)}",
         hint=f"looked for {_file(module_name)} in {' and '.join(looked)}, and among the installed packages",
     )
 

@@ -31,10 +31,10 @@ fallback: {allow: [micro_batch]}
 seed: 0
 """
 WORDS = [
-    "task", "run", "batch", "epochs", "steps", "optimizer", "name", "lr", "args", "schedule", "warmup", "clip", "strategy",
-    "micro_batch", "devices", "count", "memory", "checkpoint", "every", "keep", "options", "data", "clean", "cluster",
-    "workers", "fallback", "allow", "seed", "guard", "validation", "init_from", "allow_mismatch", "a:B", "auto", "none",
-    "on", "<<", "lerning_rate", "zero3", "single", "sgd", "5 epochs", "8 GiB", "", "\ud800", "\0",
+    "task", "run", "batch", "epochs", "steps", "optimizer", "name", "lr", "args", "schedule", "warmup", "clip",
+    "strategy", "micro_batch", "devices", "count", "memory", "checkpoint", "every", "keep", "options", "data",
+    "clean", "cluster", "workers", "fallback", "allow", "seed", "guard", "validation",
+    "init_from", "allow_mismatch", "a:B", "auto", "none", "on", "<<", "lerning_rate", "zero3", "single", "sgd", "5 epochs", "8 GiB", "", "\ud800", "\0",
 ]  # fmt: skip
 SETTINGS = settings(
     max_examples=100, deadline=None, derandomize=True, database=None,
@@ -129,6 +129,7 @@ def test_no_mapping_at_all(values: object) -> None:
     key=st.lists(st.sampled_from(WORDS), min_size=1, max_size=3).map(".".join) | st.text(max_size=8),
     value=st.text(max_size=20) | trees.map(lambda t: json.dumps(t, default=str)),
 )
+@example(key="[key]", value="")
 def test_any_override(tmp_path: Path, key: str, value: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_bytes(VALID)
