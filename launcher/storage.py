@@ -158,6 +158,10 @@ class Store:
 
         return self._try("listing", path, listing)
 
+    def list(self, path: str = "") -> list[str]:
+        """Paths of all objects below a folder, relative to it, sorted."""
+        return sorted(self.sizes(path))
+
     def delete(self, path: str) -> None:
         """Deletes an object; one that is gone already is fine."""
         self._try("deleting", path, lambda: _unless_missing(self._backend.delete, path))

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rung.launcher.checkpoint.find import CheckpointInfo, find, newest_valid
 from rung.launcher.checkpoint.layout import TORCH_DTYPES
-from rung.launcher.checkpoint.manifest import Manifest
+from rung.launcher.checkpoint.manifest import WINDOW_BYTES, Manifest
 from rung.launcher.checkpoint.pieces import ITEM_BYTES
-from rung.launcher.checkpoint.reads import WINDOW_BYTES, Segments, VerifiedFiles, plan_reads
+from rung.launcher.checkpoint.reads import Segments, VerifiedFiles, plan_reads
 from rung.launcher.storage import Store
 from rung.strategies.errors import StorageError
 from rung.strategies.shards import Interval
-
-__all__ = ["CheckpointInfo", "LoadReport", "Loader", "find", "newest_valid"]
 
 DIRECT_BYTES = 64 << 10  # runs from this size on are read straight into place; smaller ones are gathered first
 

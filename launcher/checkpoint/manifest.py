@@ -24,6 +24,7 @@ from rung.strategies.errors import CheckpointDamaged, StorageError
 ROOT = "checkpoints"
 NAME = "manifest.json"
 LIMIT_BYTES = 256 << 20  # a manifest is not read if it is larger: about 16 TB of state
+WINDOW_BYTES = 8 << 20
 HASH_BYTES = 8  # xxh3_64 of each block, big-endian
 _FOLDER = re.compile(r"step-([0-9]{9,15})")
 
@@ -36,6 +37,11 @@ class FileEntry:
     size: int
     block_bytes: int
     hashes: bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """How much of it one call reads: whole blocks, `WINDOW_BYTES` if blocks are not larger."""
+        return max(1, WINDOW_BYTES // self.block_bytes) * self.block_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -104,11 +110,7 @@ class Manifest(Meta):
 
     tensors: Tensors
     files: tuple[FileEntry, ...]
-    folder: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.folder:
-            object.__setattr__(self, "folder", folder_of(self.step))
+    folder: str = field(compare=False)
 
     @property
     def total_bytes(self) -> int:
@@ -126,7 +128,7 @@ class Manifest(Meta):
         return dump(self)
 
     @classmethod
-    def from_bytes(cls, data: bytes, *, folder: str = "") -> "Manifest":
+    def from_bytes(cls, data: bytes, *, folder: str) -> "Manifest":
         """The inverse of `to_bytes`; raises `ValueError` saying what is wrong with bytes that nobody vouches for."""
         from rung.launcher.checkpoint.manifest_json import parse
 
@@ -198,7 +200,8 @@ def merge(parts: Sequence[Part], meta: Meta) -> Manifest:
     except BadPieces as error:
         raise StorageError(f"the checkpoint of step {meta.step} is not whole: {error}", hint=_BUG) from None
     values = {name: getattr(meta, name) for name in Meta.__dataclass_fields__}
-    return Manifest(**values, tensors=Tensors(names, shapes, dtypes, runs, first), files=tuple(files))
+    tensors = Tensors(names, shapes, dtypes, runs, first)
+    return Manifest(**values, tensors=tensors, files=tuple(files), folder=folder_of(meta.step))
 
 
 _BUG = "this should not happen; the previous checkpoint stays valid"

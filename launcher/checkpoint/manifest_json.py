@@ -114,8 +114,8 @@ def _files(rows: list[Any]) -> tuple[FileEntry, ...]:
             raise ValueError(f"{str(name)[:80]!r} is not the name of a file in the folder of the checkpoint")
         size = _number(size, f"the size of {name}", _MOST_BYTES)
         block = _number(block, f"the block size of {name}", 1 << 30)
-        if block < 1 << 16:
-            raise ValueError(f"the block size of {name} is {block}, less than 64 KiB")
+        if block < 1 << 16 or block % (1 << 16):
+            raise ValueError(f"the block size of {name} is {block}, not a multiple of 64 KiB")
         count = -(-size // block)
         if type(hashes) is not str or len(hashes) != 2 * HASH_BYTES * count:
             raise ValueError(f"the hashes of {name} are not those of {count} blocks")

@@ -17,8 +17,6 @@ from rung.launcher.storage import Store
 from rung.launcher.storage_errors import Trouble
 from rung.strategies.errors import CheckpointDamaged, ObjectMissing, StorageError
 
-WINDOW_BYTES = 8 << 20  # read by one call; of one thread
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segments:
@@ -64,7 +62,7 @@ def _cut_at_windows(
     files: Sequence[FileEntry], owner: Ints, file: Ints, offset: Ints, nbytes: Ints, place: Ints
 ) -> Segments:
     block = np.array([f.block_bytes for f in files], dtype=np.int64)
-    window = block * np.maximum(1, WINDOW_BYTES // np.maximum(block, 1))
+    window = np.array([f.window_bytes for f in files], dtype=np.int64)
     first_window = offset // window[file]
     group, nth = expand((offset + nbytes - 1) // window[file] - first_window + 1)
     owner, file, width = owner[group], file[group], window[file[group]]
