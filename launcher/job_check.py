@@ -264,6 +264,14 @@ def contradictions(job: Job, where: Where) -> list[Contradiction]:
                 f"steps {job.steps} and epochs {job.epochs:g} {at} are both given; keep one, or set the other to null"
             ),
         )
+    if job.checkpoint.keep_best is not None and job.validation.every is None:
+        both(
+            ("checkpoint", "keep_best"),
+            ("validation", "every"),
+            lambda at: (
+                f"the best {job.checkpoint.keep_best} is known from validation, but validation.every {at} is none"
+            ),
+        )
     _check_counts(job, both)
     pins, span = job.strategy, _span(job.devices)
     if pins.name == "single" and span[0] > 1:
@@ -318,6 +326,12 @@ def _check_counts(job: Job, both: Both) -> None:
             ("batch",),
             ("devices", "count"),
             lambda at: f"{job.batch} samples cannot keep {least} devices {at} busy; each needs at least one",
+        )
+    if job.cluster.address != "none" and job.batch < workers[0]:
+        both(
+            ("batch",),
+            ("cluster", "workers"),
+            lambda at: f"{job.batch} samples cannot keep {workers[0]} workers {at} busy; each needs at least one",
         )
     if pins.devices is not None and job.batch < pins.devices:
         both(

@@ -33,8 +33,9 @@ seed: 0
 WORDS = [
     "task", "run", "batch", "epochs", "steps", "optimizer", "name", "lr", "args", "schedule", "warmup", "clip",
     "strategy", "micro_batch", "devices", "count", "memory", "checkpoint", "every", "keep", "options", "data",
-    "clean", "cluster", "workers", "fallback", "allow", "seed", "guard", "validation",
-    "init_from", "allow_mismatch", "a:B", "auto", "none", "on", "<<", "lerning_rate", "zero3", "single", "sgd", "5 epochs", "8 GiB", "", "\ud800", "\0",
+    "clean", "cluster", "workers", "fallback", "allow", "seed", "guard", "validation", "init_from",
+    "allow_mismatch", "a:B", "auto", "none", "on", "<<", "lerning_rate", "zero3", "single", "sgd", "5 epochs",
+    "8 GiB", "", "\ud800", "\0",
 ]  # fmt: skip
 SETTINGS = settings(
     max_examples=100, deadline=None, derandomize=True, database=None,
