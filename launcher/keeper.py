@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from rung.launcher.checkpoint import manifest as manifests
 from rung.launcher.checkpoint import retention
 from rung.launcher.checkpoint.find import newest_valid
+from rung.launcher.checkpoint.lease import Lease
 from rung.launcher.checkpoint.manifest import Manifest, Meta, Part
 from rung.launcher.job import Job
 from rung.launcher.storage import Store
@@ -16,13 +17,16 @@ from rung.strategies.plan import Plan
 class Keeper:
     """The launcher's side of checkpoints: no tensor passes through here."""
 
-    def __init__(self, store: Store, job: Job, view: View) -> None:
-        self.store, self.job, self.view = store, job, view
+    def __init__(self, store: Store, job: Job, view: View, lease: Lease) -> None:
+        self.store, self.job, self.view, self.lease = store, job, view, lease
         self.committed_step = -1
         self._damaged: set[str] = set()
+        self._known: dict[str, retention.Kept] = {}
 
     def commit(self, parts: Sequence[Part], plan: Plan, metrics: Mapping[str, float]) -> str:
-        """Makes a checkpoint of what all workers wrote, then deletes those that are no longer kept."""
+        """Makes a checkpoint of what all workers wrote, then deletes those that are no longer kept. Raises RunLocked
+        if another launcher has taken the run over meanwhile."""
+        self.lease.check()
         said = parts[0].meta
         meta = Meta(
             step=parts[0].step,
@@ -40,7 +44,9 @@ class Keeper:
         )
         name = manifests.commit(self.store, manifests.merge(parts, meta))
         self.committed_step = meta.step
-        self._delete_old()
+        # Only after the commit, and by one process: this one.
+        checkpoint = self.job.checkpoint
+        retention.prune(self.store, keep=checkpoint.keep, keep_best=checkpoint.keep_best, known=self._known)
         return name
 
     def newest(self) -> Manifest | None:
@@ -55,10 +61,6 @@ class Keeper:
     def reject(self, folder: str) -> None:
         """A checkpoint turned out damaged while it was read: it is not looked at again."""
         self._damaged.add(folder)
-
-    def _delete_old(self) -> None:
-        """Only after a commit; by one process: this one."""
-        retention.prune(self.store, keep=self.job.checkpoint.keep, keep_best=self.job.checkpoint.keep_best)
 
     def sweep(self) -> None:
         """Deletes what dead runs left half-written. The lease says that no one else is writing."""

@@ -60,7 +60,7 @@ def launch(job: Job, options: Options, view: View) -> None:
             recovery = Recovery(ladder, rules_of(job))
             with Metrics(folder.local) as metrics, Signals().watched() as signals:
                 context = Context(
-                    job=job, folder=folder, keeper=Keeper(folder.store, job, view), metrics=metrics, view=view,
+                    job=job, folder=folder, keeper=Keeper(folder.store, job, view, lease), metrics=metrics, view=view,
                     signals=signals, decide=recovery.decide,
                 )  # fmt: skip
                 outcome = run_attempts(context, recovery, lease)

@@ -32,7 +32,7 @@ from rung.launcher.watch import health
 from rung.strategies.errors import DataError, HealthError, RungError, StorageError
 from rung.strategies.make import make_strategy
 from rung.strategies.measure import Memory
-from rung.strategies.state import aliases
+from rung.strategies.state import aliases, shapes
 
 #: How often a worker tells its numbers, in seconds.
 REPORT_S = 0.25
@@ -134,7 +134,10 @@ class Trainer:
             if self.job.init_from is not None:
                 from rung.launcher.checkpoint.init_from import load_weights
 
-                load_weights(self.job.init_from, self.strategy.intervals("load"), self.job.allow_mismatch)
+                load_weights(
+                    self.job.init_from, self.strategy.intervals("load"), self.job.allow_mismatch,
+                    options=self.job.checkpoint.options, model=shapes(self.strategy.model), aliases=self.aliases,
+                )  # fmt: skip
                 self.strategy.restored()
             return
         manifest = Manifest.read(self.store, self.assignment.resume)

@@ -40,6 +40,12 @@ def buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Whole shape of each parameter and persistent buffer by name, also where ZeRO-3 keeps only a part here."""
+    found = {**parameters(model), **buffers(model)}
+    return {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in found.items()}
+
+
 def aliases(model: torch.nn.Module) -> dict[str, str]:
     """Every further name of a tied weight or buffer -> the name under which it is saved."""
     first = {id(tensor): name for name, tensor in (*parameters(model).items(), *buffers(model).items())}
