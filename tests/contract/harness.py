@@ -1,0 +1,251 @@
+"""Starts small groups of worker processes, trains contract cases in them, and computes what they should give.
+
+One group runs many cases one after the other, so that a start is paid once for each strategy and world size.
+"""
+
+import contextlib
+import math
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from contract_cases import Batch, Case, Normed
+from torch import nn
+
+from rung.strategies.base import Strategy
+from rung.strategies.errors import RungError
+from rung.strategies.make import make_strategy
+from rung.strategies.plan import Plan, cut
+
+DEADLINE_S = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One interval, as a file would hold it."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    values: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one rank saw of one training."""
+
+    losses: list[float]  # this rank's share of the weighted mean loss of each step
+    norms: list[float]
+    full: dict[str, np.ndarray]  # empty arrays but on rank 0
+    saved: list[Saved]
+
+
+def plan_of(case: Case, strategy: str, world: int) -> Plan:
+    return Plan(
+        strategy=strategy,  # type: ignore[arg-type]
+        device="cpu",
+        devices=world,
+        global_batch=case.global_batch,
+        micro_batch=case.micro_batch,
+        precision=case.precision,  # type: ignore[arg-type]
+        activation_checkpointing=case.checkpointed,
+        shares=case.shares.get(world, ()),
+    )
+
+
+def part(batch: Batch, start: int, stop: int) -> Batch:
+    return tuple(t[start:stop] for t in batch)
+
+
+def train(strategy: Strategy, case: Case, steps: range) -> tuple[list[float], list[float]]:
+    """The trainer's loop, bare: this rank's share of each loss, and each norm."""
+    plan, losses, norms = strategy.plan, [], []
+    for step in steps:
+        batch = case.data(step)
+        global_weight = case.weight(batch)
+        slices = cut(len(batch[0]), plan).slices[strategy.rank]
+        share = 0.0
+        for slot, (start, stop) in enumerate(slices):
+            micro = part(batch, start, stop) if stop > start else part(batch, 0, 1)
+            weight = case.weight(micro) if stop > start else 0.0
+            with strategy.micro(last=slot == len(slices) - 1):
+                loss = case.loss(strategy.model, micro)
+                strategy.backward(loss * (weight * plan.devices / global_weight))
+            if weight:
+                share += float(loss.detach()) * weight / global_weight
+        norms.append(strategy.step(case.clip))
+        losses.append(share)
+    return losses, norms
+
+
+def reference(
+    case: Case, plan: Plan, overflowed: frozenset[int] = frozenset()
+) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
+    """The same training in plain torch, float64, one process, whole global batches: losses, norms, final state.
+
+    Only batch norm looks at how a batch is cut; its slices are run one by one, with statistics for each rank.
+    `overflowed` are steps that fp16 dropped to find its loss scale; they are dropped here too.
+    """
+    model = case.make_model().double()
+    optimizer = case.optimizer(model)
+    ranks = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(plan.devices)]
+    losses, norms = [], []
+    for step in range(case.steps):
+        batch = case.data(step)
+        total = case.weight(batch)
+        loss_sum = 0.0
+        for rank, slices in enumerate(cut(len(batch[0]), plan).slices if case.model is Normed else [[(0, None)]]):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(ranks[rank][name])
+            for start, stop in slices:
+                micro = part(batch, start, stop)
+                loss = case.loss(model, micro) * (case.weight(micro) / total)
+                loss.backward()
+                loss_sum += loss.item()
+            ranks[rank] = {n: b.clone() for n, b in model.named_buffers()}
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norm = torch.sqrt(sum(g.square().sum() for g in gradients)).item()
+        if math.isfinite(norm) and step not in overflowed:
+            if case.clip is not None and norm > case.clip:
+                for gradient in gradients:
+                    gradient.mul_(case.clip / (norm + 1e-6))  # as torch and DeepSpeed do
+            optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss_sum)
+        norms.append(norm)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(ranks[0][name])
+    state = {name: tensor.detach().numpy() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    return losses, norms, state
+
+
+def fill(strategy: Strategy, source: dict[str, np.ndarray]) -> None:
+    """What loading a checkpoint does: each destination that the checkpoint has, from the flat array of its name."""
+    for interval in strategy.intervals("load"):
+        whole = source.get(interval.name)
+        if whole is None:
+            assert interval.name.startswith("optim."), f"{interval.name} is not in the checkpoint"
+            continue
+        piece = torch.from_numpy(whole[interval.start : interval.start + interval.length])
+        interval.data.copy_(piece)
+    strategy.restored()
+
+
+def take(strategy: Strategy) -> list[Saved]:
+    return [
+        Saved(name=i.name, shape=i.shape, start=i.start, values=i.data.detach().cpu().to(i.dtype).clone().numpy())
+        for i in strategy.intervals("save")
+    ]
+
+
+def assemble(pieces: list[Saved]) -> dict[str, np.ndarray]:
+    """Whole flat arrays from the intervals of all ranks; fails unless each element is owned exactly once."""
+    by_name: dict[str, list[Saved]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    whole = {}
+    for name, parts in by_name.items():
+        parts.sort(key=lambda p: p.start)
+        end = 0
+        for piece in parts:
+            assert piece.start == end, f"{name}: element {min(end, piece.start)} is owned twice or by nobody"
+            assert piece.shape == parts[0].shape, name
+            end += len(piece.values)
+        assert end == math.prod(parts[0].shape), f"{name}: {end} of {parts[0].shape} saved"
+        whole[name] = np.concatenate([p.values for p in parts])
+    return whole
+
+
+@contextlib.contextmanager
+def built(case: Case, plan: Plan, rank: int, store: Any, seed: int = 0) -> Iterator[Strategy]:
+    strategy = make_strategy(plan, rank, store)
+    try:
+        strategy.build(lambda: case.make_model(seed), case.optimizer)
+        yield strategy
+    finally:
+        strategy.close()
+
+
+def run_case(case: Case, plan: Plan, rank: int, store: Any) -> Result:
+    """Trains one case on one rank. Ranks start from different seeds: rank 0's weights count."""
+    with built(case, plan, rank, store, seed=rank) as strategy:
+        losses, norms = train(strategy, case, range(case.steps))
+        full = {name: tensor.numpy().copy() for name, tensor in strategy.full_parameters()}
+        return Result(losses=losses, norms=norms, full=full, saved=take(strategy))
+
+
+Job = Callable[[int, Any], Any]
+
+
+def run_group(world: int, jobs: dict[str, Job], deadline_s: float = DEADLINE_S) -> dict[str, list[Any]]:
+    """Runs each job(rank, store) in `world` processes, one after the other; returns, by name, what the ranks gave.
+
+    A job that raises ends the group: its traceback is the result of that name, as text, and the later ones are absent.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "accelerate", "deepspeed"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    pipes, processes = [], []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_worker, args=(rank, store.port, jobs, theirs, deadline_s), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _collect(pipes, list(jobs), time.monotonic() + deadline_s)
+    finally:
+        for process in processes:
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+                process.join(timeout=5)
+
+
+def _collect(pipes: list[Connection], names: list[str], until: float) -> dict[str, list[Any]]:
+    results: dict[str, list[Any]] = {}
+    for name in names:
+        got: list[Any] = [None] * len(pipes)
+        waiting = dict(enumerate(pipes))
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=max(until - time.monotonic(), 0))
+            if not ready:
+                raise TimeoutError(f"{name}: ranks {sorted(waiting)} did not answer in time")
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                try:
+                    got[rank] = waiting.pop(rank).recv()
+                except EOFError:
+                    got[rank] = f"rank {rank} died"
+        results[name] = got
+        if any(isinstance(value, str) for value in got):
+            break
+    return results
+
+
+def _worker(rank: int, port: int, jobs: dict[str, Job], pipe: Connection, deadline_s: float) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=deadline_s))
+    for name, job in jobs.items():
+        try:
+            pipe.send(job(rank, dist.PrefixStore(name, store)))
+        except RungError as error:
+            pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+            return
+        except Exception:
+            pipe.send(traceback.format_exc())
+            return
+    pipe.close()
+
+
+def unwrapped(model: nn.Module) -> set[str]:
+    """The names that a checkpoint must hold, each once."""
+    return {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
