@@ -165,8 +165,8 @@ _WAITING = re.compile(
 def waits_for_peers(stacks: str) -> bool:
     """Whether the main thread of these faulthandler stacks stands in a collective, or where one is waited for (the
     backward pass of DDP communicates inside the autograd engine)."""
-    blocks = [block for block in re.split(r"\n\s*\n", stacks) if "Current thread" in block or "Thread 0x" in block]
-    main = next((block for block in blocks if "Current thread" in block), blocks[-1] if blocks else "")
+    blocks = [block for block in re.split(r"\n\s*\n", stacks) if "hread 0x" in block]
+    main = blocks[-1] if blocks else ""  # the interpreter lists its newest thread first
     frames = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
     return any(_WAITING.search(line) for line in frames[:3])
 

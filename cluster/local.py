@@ -30,7 +30,7 @@ from rung.cluster.failures import Ended, Facts, culprits
 from rung.cluster.link import PAYLOAD, SLOT_BYTES, USER, Board, Stop, frame
 from rung.cluster.memory_trace import MemoryTrace
 from rung.cluster.spawner import Channel, Spawner, import_path, peer_frame
-from rung.cluster.verdict import Verdict, tail, verdict
+from rung.cluster.verdict import Verdict, tail, trim_stack, verdict
 from rung.strategies.errors import StorageError, WorkersFailed
 from rung.strategies.plan import DeviceType
 
@@ -101,6 +101,7 @@ def _get_spawner(preload: Sequence[str] | None, env: Mapping[str, str] | None) -
             same = preload is None or (_spawner.preload == tuple(preload) and _spawner.env == dict(env or {}))
             if same:
                 return _spawner
+        if _spawner is not None:
             _spawner.close()
         _spawner = Spawner(preload or (), env or {})
         return _spawner
@@ -241,7 +242,7 @@ class Workers:
             size = now
         if size == start:
             return f"rank {rank} did not answer within {deadline_s:g} s ({_state(channel.pid)})"
-        return os.pread(file, size - start, start).decode(errors="replace").strip()
+        return trim_stack(os.pread(file, size - start, start).decode(errors="replace").strip())
 
     def hung(self, silent_s: float) -> dict[int, str]:
         """Ranks that hold up the others, with their stacks: empty unless a heartbeat is older than `silent_s`.

@@ -139,6 +139,7 @@ class Spawner:
             self._process.wait()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+        self._output.close()
 
     def _post(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
@@ -300,6 +301,8 @@ class Spawner:
 
     def output(self) -> str:
         """What the nursery itself has written: modules that could not be preloaded, and how it died."""
+        if self._output.closed:
+            return ""
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), 4096, max(0, size - 4096)).decode(errors="replace").strip()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from rung.cluster.failures import Cause, Ended, Facts, cause_of, first_failure
 from rung.cluster.memory_trace import Sample
 
 _TRACEBACK_LINES = 24
-_LOG_LINES = 8
+_LOG_LINES = 14
 _TRACE_LINES = 5
+_BOTTOM = re.compile(r"cluster/worker\.py\", line \d+ in run_worker$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +57,31 @@ def verdict(ends: Sequence[Ended], facts: Facts, *, memory: Sequence[Sample] = (
     return Verdict(first=first, cause=cause, line=line, text="\n".join(parts))
 
 
-def tail(log: Path, lines: int = 20, max_bytes: int = 1 << 14) -> str:
-    """The last lines of a log; empty if there is none."""
+def tail(log: Path, lines: int = 20, max_bytes: int = 1 << 16) -> str:
+    """The last lines of a log; empty if there is none. When the interpreter wrote its stacks as it crashed, these are
+    what came before them and the stack that crashed, without the other threads and the list of extension modules."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - max_bytes))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        text = file.read().decode(errors="replace")
+        before, crash, stacks = text.rpartition("Fatal Python error: ")
+        if not crash:
+            return "\n".join(text.splitlines()[-lines:])
+        reason, *blocks = stacks.strip().split("\n\n")
+        crashed = next((block for block in blocks if block.startswith("Current thread")), "")
+        return "\n".join([*before.splitlines()[-4:], crash + reason, *trim_stack(crashed).splitlines()][:lines])
     return ""
+
+
+def trim_stack(stacks: str) -> str:
+    """Stacks as faulthandler writes them (most recent call first), without rung's own frames below the user's."""
+    kept: list[str] = []
+    ours = False
+    for line in stacks.splitlines():
+        ours = line.startswith("  ") and (ours or bool(_BOTTOM.search(line)))
+        if not ours:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def explain_signal(number: int, facts: Facts) -> str:
@@ -156,7 +176,7 @@ def _others(ends: list[Ended], first: Ended, facts: Facts) -> str:
         if end.rank == first.rank or end.clean:
             continue
         why = "lost its peer" if end.failure is not None and end.failure.peer else _what(end, facts)
-        words.append(f"rank {end.rank} {why} ({end.began - first.began:+.1f} s)")
+        words.append(f"rank {end.rank} {why} ({round(end.began - first.began, 1) + 0.0:+.1f} s)")
     more = f" and {len(words) - 8} more" if len(words) > 8 else ""
     return f"  after it: {'; '.join(words[:8])}{more}" if words else ""
 

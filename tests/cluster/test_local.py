@@ -289,7 +289,8 @@ folder = Path({folder!r})
 specs = [local.WorkerSpec(rank=r, payload=None, log=folder / f"{{r}}.log") for r in range(2)]
 with local.Workers.start("worker_bodies:spawn_and_wait", specs) as workers:
     pids = [local._spawner.pid]
-    while len(pids) < 9:
+    until = time.monotonic() + 30
+    while len(pids) < 9 and time.monotonic() < until:
         for event in workers.poll(1.0):
             pids += event.value
     print(*pids, flush=True)

@@ -90,8 +90,11 @@ def where_it_hangs() -> None:
     time.sleep(600)
 
 
-def sleep_in_c(_: Link) -> None:
-    ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the interpreter's lock: no Python code of this process runs any more
+def deadlock_in_c(_: Link) -> None:
+    libc = ctypes.PyDLL(None)  # PyDLL keeps the interpreter's lock: no Python code of this process runs any more
+    mutex = ctypes.create_string_buffer(64)  # all zeros, as PTHREAD_MUTEX_INITIALIZER has it
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
 
 
 def bus_error(_: Link) -> None:
@@ -125,7 +128,7 @@ FAULTS = {
         touch_nothing,
         eat_memory,
         sleep_in_python,
-        sleep_in_c,
+        deadlock_in_c,
         bus_error,
         health,
         abort_for_memory,
