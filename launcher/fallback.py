@@ -57,8 +57,8 @@ class GiveUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rules:
-    """What the job allows. `allow` names what may change: strategies (`zero2`), `micro_batch`,
-    `activation_checkpointing`, `offload`; None allows all. `fewest_devices` is the least that it may run on."""
+    """What the job allows. `allow` names what may change: `strategy`, `micro_batch`, `checkpointing`, `offload`,
+    `devices`; None allows all. `fewest_devices` is the least that it may run on."""
 
     enabled: bool = True
     allow: tuple[str, ...] | None = None
@@ -157,11 +157,11 @@ def changes(old: Plan, new: Plan) -> list[str]:
     """Names of what differs, in the words that `fallback: {allow: [...]}` uses."""
     found: list[str] = []
     if old.strategy != new.strategy:
-        found.append(new.strategy)
+        found.append("strategy")
     if old.micro_batch != new.micro_batch and old.devices == new.devices:
         found.append("micro_batch")
     if old.activation_checkpointing != new.activation_checkpointing:
-        found.append("activation_checkpointing")
+        found.append("checkpointing")
     if (old.offload_optimizer, old.offload_parameters) != (new.offload_optimizer, new.offload_parameters):
         found.append("offload")
     if old.devices != new.devices:

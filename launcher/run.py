@@ -218,7 +218,7 @@ def report(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, 
         view.say(
             f"           it fell back {len(recovery.history)} times; to start with what worked: "
             f"--set strategy.name={plan.strategy} --set strategy.micro_batch={plan.micro_batch}"
-            + (" --set strategy.activation_checkpointing=true" if plan.activation_checkpointing else "")
+            + (" --set strategy.checkpointing=true" if plan.activation_checkpointing else "")
         )
     folder.event("done", step=outcome.step, seconds=round(seconds, 1), peak_bytes=outcome.peak_bytes)
 

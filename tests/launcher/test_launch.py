@@ -105,8 +105,8 @@ def test_a_negative_loss_stops_unless_it_is_allowed(project):
 
 
 def test_a_late_nan_never_reaches_the_weights(project):
-    done = project.launch("task_args={nan_after: 30}", "steps=24", "guard.first_steps=5")
-    # ten samples take calls too, so the NaN begins somewhat before step 30; from there on every step is skipped
+    done = project.launch("task_args={nan_after: 15}", "steps=20", "guard.first_steps=5")
+    # ten samples take calls too, so the NaN begins somewhat before step 15; from there on every step is skipped
     assert "skipped, the weights are as before" in done.all
     assert all(t.isfinite().all() for t in project.weights().values())
 
