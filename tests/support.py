@@ -31,14 +31,32 @@ class Points(Dataset):
         return self.x[i], self.y[i]
 
 
+class Hungry(nn.Module):
+    """Few weights, many activations: each sample keeps about `layers` x 32 KiB for the backward pass."""
+
+    def __init__(self, width, layers):
+        super().__init__()
+        self.up, self.down, self.layers = nn.Linear(8, 8192), nn.Linear(8192, 1), layers
+
+    def forward(self, x):
+        h = self.up(x)
+        for _ in range(self.layers):
+            h = torch.sin(h)
+        return self.down(h)
+
+
 class Small:
     """Regression on made-up points. Arguments switch on what a test needs."""
 
-    def __init__(self, samples=64, width=16, dropout=0.0, scale=1.0, sleep_s=0.0, negative=False, nan_after=None):
+    def __init__(self, samples=64, width=16, dropout=0.0, scale=1.0, sleep_s=0.0, negative=False, nan_after=None,
+                 layers=0, fail=None):
         self.samples, self.width, self.dropout, self.scale = samples, width, dropout, scale
         self.sleep_s, self.negative, self.nan_after, self.calls = sleep_s, negative, nan_after, 0
+        self.layers, self.fail = layers, fail
 
     def model(self):
+        if self.layers:
+            return Hungry(self.width, self.layers)
         return nn.Sequential(nn.Linear(8, self.width), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(self.width, 1))
 
     def dataset(self, split):
@@ -48,10 +66,27 @@ class Small:
         if self.sleep_s:
             time.sleep(self.sleep_s)
         self.calls += model.training
+        self.maybe_fail()
         loss = nn.functional.mse_loss(model(batch[0]), batch[1])
         if self.nan_after is not None and self.calls > self.nan_after:
             loss = loss * float("nan")
         return loss - 1000.0 if self.negative else loss
+
+    def maybe_fail(self):
+        """`fail: [rank, call, how]` fails once: a file in the working directory says that it has happened."""
+        if self.fail is None or os.environ.get("RANK") != str(self.fail[0]) or self.calls != self.fail[1]:
+            return
+        if os.path.exists("failed-once"):
+            return
+        open("failed-once", "w").close()
+        if self.fail[2] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.fail[2] == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.fail[2] == "exit":
+            os._exit(7)
+        if self.fail[2] == "memory":
+            hoard = [torch.ones(1 << 26) for _ in range(10_000)]
 '''
 
 JOB = """\

@@ -1,0 +1,191 @@
+"""What a run survives: kills, signals, memory that runs out, workers that die. Everything here is done for real."""
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support import same_bits
+
+pytestmark = pytest.mark.slow
+
+
+def wait_for(condition, seconds=60.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def family(pid):
+    return [p.pid for p in psutil.Process(pid).children(recursive=True)]
+
+
+def gone(pids):
+    return all(not psutil.pid_exists(p) or psutil.Process(p).status() == psutil.STATUS_ZOMBIE for p in pids)
+
+
+SLOW = ["task_args={sleep_s: 0.03, dropout: 0.2}", "steps=40", "schedule=constant", "checkpoint.every=1 steps"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_any_moment_a_run_ends_with_the_same_bits(project, seed):
+    assert project.launch(*SLOW, "run=whole").code == 0
+    kills = 0
+    for n in range(3):
+        process = project.start(*SLOW)
+        pids = []
+        wait_for(lambda p=process: project.checkpoints() or p.poll() is not None)
+        time.sleep(0.05 * ((seed * 7 + n * 3) % 11))
+        if process.poll() is None:
+            pids = family(process.pid)
+            process.kill()
+            kills += 1
+        process.communicate()
+        wait_for(lambda these=pids: gone(these))
+    done = project.launch(*SLOW)
+    assert done.code == 0, done.all
+    assert kills > 0
+    assert same_bits(project.weights("whole"), project.weights()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(project, number, code):
+    sets = ["task_args={sleep_s: 0.05}", "steps=400", "schedule=constant"]
+    process = project.start(*sets)
+    wait_for(lambda: (project.folder / "run/metrics.jsonl").exists() and project.metrics())
+    pids = family(process.pid)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code, out
+    assert "is saved" in out
+    assert len(project.checkpoints()) == 1
+    wait_for(lambda: gone(pids))
+
+
+def test_a_second_interrupt_leaves_at_once(project):
+    process = project.start("task_args={sleep_s: 8.0}", "steps=400", "grace_s=60")
+    wait_for(lambda: (project.folder / "run/logs").exists() and len(family(process.pid)) >= 2)
+    time.sleep(1.0)
+    pids = family(process.pid)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.7)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 6.0
+    wait_for(lambda: gone(pids))
+
+
+def test_two_launchers_on_one_run_folder_the_second_is_refused(project):
+    first = project.start("task_args={sleep_s: 0.1}", "steps=400")
+    wait_for(lambda: (project.folder / "run/lease.json").exists())
+    second = project.launch()
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert second.code == 6, second.all
+    assert f"process {first.pid}" in second.err
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(project):
+    sets = ["checkpoint.every=4 steps", "schedule=constant"]
+    assert project.launch(*sets, "run=whole").code == 0
+    assert project.launch(*sets).code == 0
+    newest = project.folder / "run/checkpoints" / project.checkpoints()[-1]
+    shard = next(newest.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 0x10
+    shard.write_bytes(data)
+    done = project.launch(*sets)
+    assert done.code == 0, done.all
+    assert shard.name in done.out
+    assert "resume     step 8" in done.out
+    assert same_bits(project.weights("whole"), project.weights()) == []
+
+
+HUNGRY = ["batch=64", "task_args={layers: 150, samples: 256}", "steps=4"]
+
+
+def test_out_of_memory_on_one_device_goes_on_in_the_same_process_with_the_same_result(project):
+    assert project.launch(*HUNGRY, "strategy.micro_batch=8", "run=small").code == 0
+    done = project.launch(*HUNGRY, "devices.memory=260 MiB")
+    assert done.code == 0, done.all
+    assert "fallback" in done.out
+    assert "no step is lost" in done.out
+    assert len(list((project.folder / "run/logs").iterdir())) == 1
+    small, fallen = project.weights("small"), project.weights()
+    assert all(small[n].allclose(fallen[n], rtol=1e-4, atol=1e-6) for n in small)
+
+
+def test_what_fits_nowhere_exits_3_and_says_what_would_help(project):
+    done = project.launch(*HUNGRY, "devices.memory=4 MiB")
+    assert done.code == 3, done.all
+    assert "devices.memory" in done.all
+    assert "Traceback" not in done.all
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_several_workers_out_of_memory_restart_smaller_and_lose_no_step(project, strategy):
+    if strategy != "ddp":
+        pytest.importorskip("deepspeed")
+    sets = [*HUNGRY, "devices.count=2", f"strategy.name={strategy}"]
+    assert project.launch(*sets, "strategy.micro_batch=4", "run=small").code == 0
+    done = project.launch(*sets, "devices.memory=220 MiB")
+    assert done.code == 0, done.all
+    assert "fallback" in done.out
+    small, fallen = project.weights("small"), project.weights()
+    assert all(small[n].allclose(fallen[n], rtol=1e-4, atol=1e-6) for n in small if n.startswith("model/"))
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_worker_that_dies_under_ddp_loses_no_step(project, how):
+    sets = ["devices.count=2", "steps=12", "schedule=constant", "strategy.name=ddp"]
+    assert project.launch(*sets, "run=whole").code == 0
+    done = project.launch(*sets, f"task_args={{fail: [1, 8, {how}]}}")
+    assert done.code == 0, done.all
+    assert "no step is lost" in done.out
+    assert "restart 1 of" in done.out
+    assert same_bits(project.weights("whole"), project.weights()) == []
+
+
+def test_memory_that_runs_out_late_on_one_rank_loses_no_step(project):
+    sets = ["devices.count=2", "steps=12", "schedule=constant", "strategy.name=ddp", "devices.memory=600 MiB"]
+    assert project.launch(*sets, "run=whole").code == 0
+    done = project.launch(*sets, "task_args={fail: [0, 9, memory]}")
+    assert done.code == 0, done.all
+    assert "no step is lost (step " in done.out
+    whole, fallen = project.weights("whole"), project.weights()
+    assert all(whole[n].allclose(fallen[n], rtol=1e-4, atol=1e-6) for n in whole)
+
+
+def test_preemption_of_one_worker_saves_on_all(project):
+    sets = ["devices.count=2", "steps=200", "task_args={fail: [1, 8, term]}"]
+    done = project.launch(*sets)
+    assert done.code == 143, done.all
+    assert len(project.checkpoints()) == 1
+
+
+def test_a_job_that_always_loses_a_worker_ends_with_exit_5(project):
+    task = (project.folder / "task.py").read_text()
+    (project.folder / "task.py").write_text(task.replace('os.path.exists("failed-once")', "False"))
+    done = project.launch("devices.count=2", "steps=40", "task_args={fail: [1, 3, kill]}", timeout=115)
+    assert done.code == 5, done.all
+    assert "SIGKILL" in done.all
+    assert done.out.count("restart") == 3
+
+
+def test_nothing_is_left_of_a_run_that_failed(project):
+    before = set(Path("/dev/shm").glob("torch*"))
+    process = project.start("task_args={nan_after: 4}", "devices.count=2")
+    pids = []
+    while process.poll() is None:
+        try:
+            pids += family(process.pid)
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.05)
+    assert process.wait() == 4
+    wait_for(lambda: gone(set(pids)))
+    assert set(Path("/dev/shm").glob("torch*")) <= before
