@@ -26,11 +26,16 @@ def blocks(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             name = f"{prefix}.{child_name}" if prefix else child_name
             by_class.setdefault(type(child), {})[name] = child
         for alike in by_class.values():
-            size = sum(p.numel() for child in alike.values() for p in child.parameters())
+            size = sum(_numel(p) for child in alike.values() for p in child.parameters())
             # A single layer such as Linear keeps only its input, which checkpointing would keep as well.
             if len(alike) > 1 and size > best_size and all(any(True for _ in c.children()) for c in alike.values()):
                 best, best_size = alike, size
     return best
+
+
+def _numel(parameter: torch.nn.Parameter) -> int:
+    # Under ZeRO-3 a parameter is empty, and DeepSpeed's note on it tells what it stands for.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def available(model: torch.nn.Module) -> bool:

@@ -38,6 +38,19 @@ class TiedLm(nn.Module):
         return self.out(self.norm(torch.tanh(self.mix(self.embed(tokens)))) * self.gain)
 
 
+class Moving(TiedLm):
+    """All that a checkpoint has to carry: tied, frozen and unused weights, buffers of two types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.never = nn.Linear(8, 3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.mix(self.frozen(self.embed(tokens))))
+        return self.out(self.norm(hidden) * self.gain)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +66,8 @@ class Normed(nn.Module):
 class Branching(nn.Module):
     """Which parameters a forward pass uses depends on the samples in it; `never` is never used."""
 
+    stretch = 1
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
@@ -66,7 +81,7 @@ class Branching(nn.Module):
         out = hidden[:, :3] * 0.1
         if goes_left.any():
             out = out + self.left(hidden) * goes_left[:, None]
-        # For whole stretches of the data no sample turns right: then no rank uses these weights.
+        # In half of the data no sample turns right: then no rank uses these weights.
         goes_right = x[:, 1] > 0.3
         if goes_right.any():
             out = out + self.right(hidden) * goes_right[:, None]
@@ -97,6 +112,12 @@ class Deep(nn.Module):
         return self.head(x)
 
 
+class BranchingAlike(Branching):
+    """All samples of a global batch of 12 take the same branches: all ranks use the same parameters."""
+
+    stretch = 12
+
+
 class TwoTypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +132,10 @@ class TwoTypes(nn.Module):
 def vectors(model_: type[nn.Module]) -> Batch:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
-    if model_ is Branching:
+    if issubclass(model_, Branching):
+        x[: SAMPLES // 2, 1] = 1.0 if model_ is BranchingAlike else x[: SAMPLES // 2, 1]
         x[SAMPLES // 2 :, 1] = -1.0
+        x[:, 0] = x[:: model_.stretch, 0].repeat_interleave(model_.stretch)
     y = torch.randn(SAMPLES, 3, generator=generator, dtype=torch.float64)
     return x, y
 
@@ -203,7 +226,20 @@ class Case:
         return batch
 
 
-_REPLICATED = ("single", "ddp")
+MOVING = Case(
+    name="state that moves",
+    model=Moving,
+    loss=token_loss,
+    weight=valid_tokens,
+    optimizer=two_groups,
+    micro_batch=4,
+    clip=0.5,
+    freeze="frozen",
+    steps=12,
+)
+MOVES_AFTER = 6
+
+REPLICATED = ("single", "ddp")
 _UNEVEN = {1: (12,), 2: (9, 3), 3: (2, 6, 4), 4: (1, 5, 0, 6)}
 
 CASES = [
@@ -217,13 +253,14 @@ CASES = [
     Case(name="frozen", freeze="body.0", micro_batch=3, optimizer=sgd, clip=0.5),
     Case(name="parameter groups", optimizer=two_groups, micro_batch=4),
     Case(name="batch norm", model=Normed, micro_batch=3, global_batch=24, counts=(24,)),
-    Case(name="unused parameters", model=Branching, micro_batch=2, clip=0.5),
-    Case(name="unused parameters, momentum", model=Branching, micro_batch=12, optimizer=sgd),
+    Case(name="unused parameters", model=Branching, micro_batch=2, clip=0.5, only=REPLICATED),
+    Case(name="unused parameters, momentum", model=Branching, optimizer=sgd, only=REPLICATED),
+    Case(name="unused parameters, alike on all ranks", model=BranchingAlike, micro_batch=2),
     Case(name="activation checkpointing", model=Deep, micro_batch=4, checkpointed=True),
     Case(name="a poisoned step", micro_batch=2, poisoned=4, clip=0.5),
-    Case(name="float64", double=True, micro_batch=5, clip=0.5, only=_REPLICATED),
-    Case(name="float64, unused", model=Branching, double=True, micro_batch=2, only=_REPLICATED),
-    Case(name="two types", model=TwoTypes, micro_batch=5, clip=0.5, only=_REPLICATED),
+    Case(name="float64", double=True, micro_batch=5, clip=0.5, only=REPLICATED),
+    Case(name="float64, unused", model=Branching, double=True, micro_batch=2, only=REPLICATED),
+    Case(name="two types", model=TwoTypes, micro_batch=5, clip=0.5, only=REPLICATED),
     Case(name="bf16", precision="bf16", micro_batch=5, clip=0.5),
     Case(name="fp16", precision="fp16", micro_batch=5, clip=0.5),
 ]

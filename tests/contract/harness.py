@@ -4,6 +4,7 @@ One group runs many cases one after the other, so that a start is paid once for 
 """
 
 import contextlib
+import functools
 import math
 import multiprocessing
 import time
@@ -17,15 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from contract_cases import Batch, Case, Normed
-from torch import nn
+from contract_cases import CASES, MOVES_AFTER, MOVING, Batch, Branching, Case, Normed
 
 from rung.strategies.base import Strategy
-from rung.strategies.errors import RungError
 from rung.strategies.make import make_strategy
 from rung.strategies.plan import Plan, cut
 
 DEADLINE_S = 100.0
+
+Job = Callable[[int, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +183,49 @@ def run_case(case: Case, plan: Plan, rank: int, store: Any) -> Result:
         return Result(losses=losses, norms=norms, full=full, saved=take(strategy))
 
 
-Job = Callable[[int, Any], Any]
+def run_and_save(case: Case, plan: Plan, rank: int, store: Any) -> tuple[list[Saved], Result]:
+    """What this rank saves after `MOVES_AFTER` steps, and the run that then goes on unchanged."""
+    with built(case, plan, rank, store) as strategy:
+        losses, norms = train(strategy, case, range(MOVES_AFTER))
+        saved = take(strategy)
+        more = train(strategy, case, range(MOVES_AFTER, case.steps))
+        full = {name: tensor.numpy().copy() for name, tensor in strategy.full_parameters()}
+        return saved, Result(losses=losses + more[0], norms=norms + more[1], full=full, saved=take(strategy))
+
+
+def load_and_run(case: Case, plan: Plan, source: dict[str, np.ndarray], rank: int, store: Any) -> Result:
+    """Loads `source` into a model made from another seed, and goes on from there."""
+    with built(case, plan, rank, store, seed=99 + rank) as strategy:
+        fill(strategy, source)
+        losses, norms = train(strategy, case, range(MOVES_AFTER, case.steps))
+        full = {name: tensor.numpy().copy() for name, tensor in strategy.full_parameters()}
+        return Result(losses=losses, norms=norms, full=full, saved=take(strategy))
+
+
+GROUPS = [("single", 1), *((name, n) for name in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 3, 4))]
+
+
+def refused(case: Case, strategy: str) -> str:
+    """Why a strategy need not run a case; empty if it must."""
+    if not case.only or strategy in case.only:
+        return ""
+    if case.model is Branching:
+        return f"{strategy} communicates inside the passes, so all ranks must use the same parameters"
+    return f"DeepSpeed holds master weights in one type, float32, so {strategy} does not train this"
+
+
+@functools.cache
+def results(strategy: str, world: int) -> dict[str, list[Any]]:
+    """All that one strategy and world size has to show, from one group of processes."""
+    jobs: dict[str, Job] = {
+        MOVING.name: functools.partial(run_and_save, MOVING, plan_of(MOVING, strategy, world)),
+        **{
+            case.name: functools.partial(run_case, case, plan_of(case, strategy, world))
+            for case in CASES
+            if not refused(case, strategy)
+        },
+    }
+    return run_group(world, jobs)
 
 
 def run_group(world: int, jobs: dict[str, Job], deadline_s: float = DEADLINE_S) -> dict[str, list[Any]]:
@@ -221,31 +264,25 @@ def _collect(pipes: list[Connection], names: list[str], until: float) -> dict[st
             if not ready:
                 raise TimeoutError(f"{name}: ranks {sorted(waiting)} did not answer in time")
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
-                try:
-                    got[rank] = waiting.pop(rank).recv()
-                except EOFError:
-                    got[rank] = f"rank {rank} died"
+                got[rank] = _receive(waiting.pop(rank), rank)
         results[name] = got
         if any(isinstance(value, str) for value in got):
             break
     return results
 
 
+def _receive(pipe: Connection, rank: int) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        return f"rank {rank} died"
+
+
 def _worker(rank: int, port: int, jobs: dict[str, Job], pipe: Connection, deadline_s: float) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=deadline_s))
-    for name, job in jobs.items():
-        try:
+    try:
+        for name, job in jobs.items():
             pipe.send(job(rank, dist.PrefixStore(name, store)))
-        except RungError as error:
-            pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
-            return
-        except Exception:
-            pipe.send(traceback.format_exc())
-            return
-    pipe.close()
-
-
-def unwrapped(model: nn.Module) -> set[str]:
-    """The names that a checkpoint must hold, each once."""
-    return {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    except Exception:
+        pipe.send(traceback.format_exc())

@@ -1,35 +1,14 @@
 """Every strategy, however the batch is cut and over however many processes, trains as one float64 process does."""
 
-import functools
 import math
 
 import numpy as np
 import pytest
 import torch
 from contract_cases import CASES, Case
-from harness import Result, plan_of, reference, run_case, run_group
+from harness import GROUPS, Result, plan_of, reference, refused, results
 
 pytestmark = pytest.mark.slow
-
-GROUPS = [("single", 1), *((name, n) for name in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 3, 4))]
-
-
-def refused(case: Case, strategy: str) -> str:
-    """Why a strategy need not run a case; empty if it must."""
-    if case.only and strategy not in case.only:
-        return f"DeepSpeed holds master weights in one type, float32, so {strategy} does not train this"
-    return ""
-
-
-@functools.cache
-def results(strategy: str, world: int) -> dict[str, list[Result]]:
-    """All cases of one group of processes."""
-    jobs = {
-        case.name: functools.partial(run_case, case, plan_of(case, strategy, world))
-        for case in CASES
-        if not refused(case, strategy)
-    }
-    return run_group(world, jobs)
 
 
 def close(actual: np.ndarray | list[float], expected: np.ndarray | list[float], scale: float) -> bool:
