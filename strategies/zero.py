@@ -105,8 +105,10 @@ class ZeroStrategy(Strategy):
         if self.plan.zero_stage < 3:
             return make_model()
         config = deepspeed_config(self.plan, folder=self._folder)
-        with partitioned(config, WEIGHT_DTYPES[self.plan.precision]):
-            return make_model()
+        built: list[torch.nn.Module] = []
+        with partitioned(config, built, dtype=WEIGHT_DTYPES[self.plan.precision]):
+            built.append(make_model())
+        return built[0]
 
     @contextlib.contextmanager
     def micro(self, *, last: bool) -> Iterator[None]:

@@ -32,19 +32,42 @@ _HARMLESS_GETTERS = {
 }  # fmt: skip
 
 
-def partitioned(config: dict[str, object], dtype: torch.dtype) -> AbstractContextManager[None]:
-    """The context in which to make the model. Collective: every rank must run the same code in it."""
-    return _partitioned(config, dtype)
-
-
 @contextmanager
-def _partitioned(config: dict[str, object], dtype: torch.dtype) -> Iterator[None]:
-    init = _init_class()(config_dict_or_path=config, dtype=dtype)
+def partitioned(config: dict[str, object], built: list[torch.nn.Module], *, dtype: torch.dtype) -> Iterator[None]:
+    """The context in which to make the model, which is to be put into `built`; its weights are `dtype` in the end.
+    Collective: every rank must run the same code in it."""
+    # Weights on disk cannot change their type afterwards.
+    at_once = _offloads_weights_to_disk(config)
+    init = _init_class()(config_dict_or_path=config, dtype=dtype if at_once else torch.float32)
     touched = _Touched()
     init.rung_touched = touched
     with init, touched:
         yield
     touched.close()
+    if not at_once:
+        for module in built:
+            _convert(module, dtype)
+
+
+def _offloads_weights_to_disk(config: dict[str, object]) -> bool:
+    zero = config["zero_optimization"]
+    assert isinstance(zero, dict)
+    return bool(zero["offload_param"]["device"] == "nvme")
+
+
+@torch.no_grad()
+def _convert(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Random numbers are drawn in fp32, so that all strategies start from the same weights; then they are narrowed."""
+    from deepspeed.accelerator import get_accelerator
+
+    for parameter in module.parameters():
+        part = getattr(parameter, "ds_tensor", None)
+        if part is None or part.dtype != torch.float32 or dtype == torch.float32:
+            continue
+        pinned = part.device.type == "cpu" and part.is_pinned()
+        narrow = part.data.to(dtype)
+        part.data = get_accelerator().pin_memory(narrow) if pinned else narrow
+        parameter.data = parameter.data.to(dtype)
 
 
 class _Touched(TorchFunctionMode):
@@ -109,7 +132,7 @@ def _init_class() -> Any:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 self.rung_touched.close()
                 for parameter in module.parameters(recurse=False):
-                    if not hasattr(parameter, "ds_id") and parameter.is_floating_point():
+                    if not hasattr(parameter, "ds_id") and parameter.dtype == torch.float32:
                         parameter.data = parameter.data.to(self.dtype)
                 super()._post_init_method(module)
 

@@ -177,7 +177,7 @@ def spread_weights(zero: Any) -> None:
 def gathered(zero: Any, parameter: Any, *, keep: bool) -> torch.Tensor:
     """The whole of `parameter` in fp32 (a frozen one: as it is) on the CPU, or an empty tensor unless `keep`."""
     if hasattr(parameter, "ds_id") and not parameter.requires_grad:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
 
         with GatheredParameters([parameter]):
             return _kept(parameter.detach(), keep)
