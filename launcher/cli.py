@@ -63,6 +63,33 @@ def launch(
 
 
 @app.command()
+def check(
+    job: JobPath,
+    sets: Sets = None,
+    full: Annotated[bool, typer.Option("--full", help="Look at every sample, however many there are.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what is wrong with a job's data; exit code 4 if something is."""
+    from rung.launcher import check as checking
+
+    checking.prepare()
+    from rung.launcher.job import load
+    from rung.launcher.watch.progress import View
+
+    loaded = load(job, sets or ())
+    with View(every_s=loaded.log_every_s, stream=sys.stderr if as_json else None) as view:
+        stored = checking.check(loaded, view, full=full)
+        if as_json:
+            typer.echo(json.dumps(stored, indent=1))
+        else:
+            for line, level in checking.lines(stored):
+                view.say(line, style={"error": "red", "warning": "yellow"}.get(level, ""))
+            view.say(f"           all of it is in {loaded.run}/{checking.RESULT}")
+    if checking.has_errors(stored):
+        raise typer.Exit(4)
+
+
+@app.command()
 def hardware(as_json: AsJson = False) -> None:
     """Show the devices and memory that a run can use here, and what could not be read."""
     from rung.cluster.hardware import describe, probe, to_dict

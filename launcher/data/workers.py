@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 
-from rung.launcher.data.fetch import Fetch, passes
+from rung.launcher.data.fetch import passes
 from rung.strategies.errors import RungError, TaskError, WorkersFailed
 
 Task = tuple[int, list[int]]  # epoch, indices of one micro-batch
@@ -34,7 +34,7 @@ class _Failed:
 class _Remote:
     """What torch takes for a data set: one task in, one finished micro-batch out."""
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: Callable[..., object]) -> None:
         self._fetch = fetch
         self._sendable = False
 
@@ -92,7 +92,9 @@ class Workers:
     end when it closes them, exits or dies. Each computes with one thread.
     """
 
-    def __init__(self, fetch: Fetch, tasks: Callable[[], Iterator[Task]], count: int, *, pin: bool) -> None:
+    def __init__(
+        self, fetch: Callable[..., object], tasks: Callable[[], Iterator[Task]], count: int, *, pin: bool
+    ) -> None:
         import torch
         from torch.utils.data import DataLoader
 

@@ -106,6 +106,22 @@ class View:
             self._last_plain_s, self._last_step = now, status.step
             self.say(line(status))
 
+    def progress(self, done: int, total: int, text: str) -> None:
+        """Shows how much of something other than training is done."""
+        if self.live_wanted:
+            if self._live is None:
+                self._live = Live(console=self.console, refresh_per_second=8, transient=True)
+                self._live.start()
+            grid = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=max(1, total), completed=done, width=24)
+            grid.add_row(bar, Text(f"{text}  {done:,}/{total:,}"))
+            self._live.update(grid)
+            return
+        now = time.monotonic()
+        if now - self._last_plain_s >= self.every_s:
+            self._last_plain_s = now
+            self.say(f"{text}  {done:,}/{total:,}")
+
     def pause(self) -> None:
         """Takes the live display off the terminal."""
         if self._live is not None:
