@@ -97,12 +97,11 @@ class Store:
 
     def read(self, path: str, *, limit_bytes: int = SMALL_BYTES) -> bytes:
         """A whole small object. One that is larger than `limit_bytes` is refused before it is read."""
-        return self._try("reading", path, lambda: self._backend.read(path, limit_bytes), seconds=_seconds(limit_bytes))
+        return self._try("reading", path, lambda: self._backend.read(path, limit_bytes))
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fills `buffers`, one after the other, with the bytes from `offset` on. Short data is an error."""
-        count = sum(map(len, buffers))
-        self._try("reading", path, lambda: self._backend.read_into(path, offset, buffers), seconds=_seconds(count))
+        self._try("reading", path, lambda: self._backend.read_into(path, offset, buffers))
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fills each buffer with the bytes from its offset on, `parallel` ranges at a time."""
@@ -121,11 +120,11 @@ class Store:
         On a local disk an interrupted write leaves a short file: name it so that nobody looks for it before a commit.
         """
         view = memoryview(data).cast("B")
-        self._try("writing", path, lambda: self._backend.write(path, view), seconds=_seconds(len(view)))
+        self._try("writing", path, lambda: self._backend.write(path, view))
 
     def write_atomic(self, path: str, data: bytes) -> None:
         """Replaces a small object: every reader, at any time, sees the old one or the new one."""
-        self._try("writing", path, lambda: self._backend.write_atomic(path, data), seconds=_seconds(len(data)))
+        self._try("writing", path, lambda: self._backend.write_atomic(path, data))
 
     def create_exclusive(self, path: str, data: bytes) -> bool:
         """Creates a small object unless there is one; true if this call did.
@@ -168,7 +167,7 @@ class Store:
 
     def delete_folder(self, path: str) -> None:
         """Deletes a folder with all that is in it; one that is gone already is fine."""
-        self._try("deleting", path, lambda: _unless_missing(self._backend.delete_folder, path), seconds=600.0)
+        self._try("deleting", path, lambda: _unless_missing(self._backend.delete_folder, path))
 
     def free_bytes(self) -> int | None:
         """Bytes that may still be written; None where the store cannot tell."""
@@ -201,9 +200,9 @@ class Store:
                 f"{self.url_of(name)} was written, but other bytes were read back", url=self.url, hint="check the store"
             )
 
-    def _try(self, doing: str, path: str, act: Callable[[], Result], *, seconds: float = 0.0) -> Result:
-        """Runs `act`, again after transient failures, until `patience_s` (or `seconds`, if longer) has passed."""
-        deadline = time.monotonic() + max(self.patience_s, seconds if self.remote else 0.0)
+    def _try(self, doing: str, path: str, act: Callable[[], Result]) -> Result:
+        """Runs `act`, again after transient failures, until `patience_s` has passed since the first of them."""
+        deadline: float | None = None
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -211,8 +210,9 @@ class Store:
             except RungError:
                 raise
             except Exception as error:
-                again = classify(error) is Trouble.TRANSIENT and time.monotonic() + pause_s < deadline
-                if not again:
+                now = time.monotonic()
+                deadline = now + self.patience_s if deadline is None else deadline
+                if classify(error) is not Trouble.TRANSIENT or now + pause_s >= deadline:
                     raise storage_error(error, doing=doing, url=self.url_of(path), secrets=self._secrets) from None
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

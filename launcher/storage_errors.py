@@ -122,6 +122,7 @@ _BY_CLASS = {
     "botocore.exceptions.MetadataRetrievalError": Trouble.TRANSIENT,
     "botocore.exceptions.ClientError": Trouble.REFUSED,
     "botocore.exceptions.BotoCoreError": Trouble.REFUSED,
+    "botocore.exceptions.UndefinedModelAttributeError": Trouble.REFUSED,
     "botocore.parsers.ResponseParserError": Trouble.TRANSIENT,
     # azure
     "azure.core.exceptions.ServiceRequestError": Trouble.TRANSIENT,
@@ -160,6 +161,9 @@ def classify(error: BaseException) -> Trouble:
             return Trouble.MISSING
         if (status := _status(each)) is not None and (trouble := trouble_of_status(status)) is not None:
             return trouble
+    # Some backends call an object missing when they could not connect.
+    if any(trouble_of_class(type(cause)) is Trouble.TRANSIENT for cause in _chain(error)):
+        return Trouble.TRANSIENT
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
     return trouble_of_class(type(error))

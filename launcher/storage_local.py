@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +29,10 @@ class LocalDisk:
     def read(self, path: str, limit_bytes: int) -> bytes:
         """The whole file, which must not be larger than `limit_bytes`."""
         with (self.root / path).open("rb") as file:
-            data = file.read(limit_bytes + 1)
-        if len(data) > limit_bytes:
-            raise ValueError(f"the file is larger than the {limit_bytes} bytes allowed for it")
-        return data
+            size = os.fstat(file.fileno()).st_size
+            if size > limit_bytes:
+                raise ValueError(f"the file has {size} bytes, more than the {limit_bytes} allowed for it")
+            return file.read(limit_bytes)
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fills the buffers, one after the other, from one run of bytes; straight from the page cache, no copy."""
@@ -102,8 +103,11 @@ class LocalDisk:
         return found
 
     def size(self, path: str) -> int:
-        """Size of a file in bytes."""
-        return (self.root / path).stat().st_size
+        """Size of a file in bytes; a folder is not one."""
+        facts = (self.root / path).stat()
+        if stat.S_ISDIR(facts.st_mode):
+            raise FileNotFoundError(f"{path} is a folder")
+        return facts.st_size
 
     def delete(self, path: str) -> None:
         """Deletes one file."""
