@@ -39,7 +39,10 @@ class InThread(Generic[T]):
         self._answer: Answer[T] = Answer(reason="no answer")
         self._call = call
         self._thread = threading.Thread(target=self._run, name="rung-probe", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the limit on processes is reached
+            self._answer = Answer(reason=str(error))
 
     def _run(self) -> None:
         try:
@@ -61,39 +64,43 @@ class InChild:
     """
 
     def __init__(self, source: str, *, arguments: tuple[str, ...] = (), env: Mapping[str, str] | None = None) -> None:
-        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe could fill up and block the child
         paths = json.dumps([path for path in sys.path if path])
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failure = ""
+        self._files: list[IO[bytes]] = []
         try:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            # Files, since a pipe that nobody reads yet would fill up and block the child.
+            self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 - `answer` closes them
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, paths, source, *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=self._output,
-                stderr=self._errors,
+                stdout=self._files[0],
+                stderr=self._files[1],
                 env=None if env is None else dict(env),
                 start_new_session=True,
             )
         except OSError as error:
-            self._process, self._failure = None, f"could not start {sys.executable}: {error}"
+            self._failure = f"could not start {sys.executable}: {error}"
 
     def answer(self, deadline: float) -> Answer[object]:
         """`deadline` is a point of `time.monotonic`. To be called once."""
-        with self._output, self._errors:
-            if self._process is None:
-                return Answer(reason=self._failure)
+        if self._process is None:
+            return Answer(reason=self._failure)
+        output, errors = self._files
+        with output, errors:
             try:
                 code = self._process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                return Answer(reason="no answer before the deadline" + self._end() + self._last_words())
+                return Answer(reason="no answer before the deadline" + self._end() + _last_words(errors))
             if code != 0:
                 meaning = f"ended by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with code {code}"
-                return Answer(reason=meaning + self._last_words())
-            self._output.seek(0)
-            lines = self._output.read().decode(errors="replace").strip().splitlines()
+                return Answer(reason=meaning + _last_words(errors))
+            output.seek(0)
+            lines = output.read().decode(errors="replace").strip().splitlines()
             try:
                 return Answer(value=json.loads(lines[-1]))
             except (IndexError, ValueError):
-                return Answer(reason="answered without a result" + self._last_words())
+                return Answer(reason="answered without a result" + _last_words(errors))
 
     def _end(self) -> str:
         """Kills the child's session. One stuck inside a driver cannot be reaped, and must not make us wait."""
@@ -106,11 +113,12 @@ class InChild:
             return f"; process {self._process.pid} is stuck in the kernel and cannot be killed"
         return ""
 
-    def _last_words(self) -> str:
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - _LAST_WORDS))
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return f": {lines[-1].strip()}" if lines else ""
+
+def _last_words(errors: IO[bytes]) -> str:
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - _LAST_WORDS))
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return f": {lines[-1].strip()}" if lines else ""
 
 
 def _signal_name(number: int) -> str:

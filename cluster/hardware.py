@@ -78,7 +78,7 @@ def probe(
     """
     deadline = time.monotonic() + deadline_s
     gpu_probe = GpuProbe(root, environ)
-    wanted = folder if folder is not None else Path.cwd()
+    wanted = folder if folder is not None else Path()  # the current folder may be gone by now
     host_answer = InThread(lambda: read_host(root))
     disk_answer = InThread(lambda: read_space(wanted))
     shm_folder = root / "dev/shm"

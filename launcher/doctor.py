@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 
 from rung.cluster.bounded import InThread
 from rung.cluster.hardware import Hardware, probe
@@ -62,7 +61,7 @@ def full(
     """
     deadline = time.monotonic() + deadline_s
     environ = os.environ if environ is None else environ
-    hardware = hardware or probe(folder=Path.cwd(), deadline_s=min(10.0, deadline_s))
+    hardware = hardware or probe(deadline_s=min(10.0, deadline_s))
     needed = doctor_torch.ops_of(job, hardware) if ops is None else ops
     several = job is not None and job.cluster.address != "none"
     checks: list[tuple[str, Check]] = [
@@ -79,7 +78,7 @@ def full(
         ("network.name", partial(doctor_host.check_hostname, hostname or hardware.host.hostname, several)),
         ("network.interfaces", partial(doctor_host.check_interfaces, environ, several)),
         ("gpu.busy", partial(doctor_gpus.check_busy, hardware)),
-        ("gpu.health", partial(doctor_gpus.check_health, hardware, deadline)),
+        ("gpu.health", partial(doctor_gpus.check_health, hardware, deadline, environ)),
         ("gpu.xid", partial(doctor_gpus.check_xid, hardware, deadline)),
     ]
     if job is not None:

@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,11 @@ def check_busy(hardware: Hardware) -> Iterator[Finding]:
         )
 
 
-def check_health(hardware: Hardware, deadline: float) -> Iterator[Finding]:
+def check_health(hardware: Hardware, deadline: float, environ: Mapping[str, str] | None = None) -> Iterator[Finding]:
     """Memory errors, clocks and PCIe width, by NVML. `deadline`: of `time.monotonic`."""
     if not any(device.vendor == "nvidia" for device in hardware.devices):
         return
-    raw, reason = gpu_health(deadline)
+    raw, reason = gpu_health(deadline, environ=environ)
     if raw is None:
         yield Finding(
             level=Level.WARNING,

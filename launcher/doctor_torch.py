@@ -69,7 +69,11 @@ print(json.dumps(facts))
 
 def check_build(hardware: Hardware) -> Iterator[Finding]:
     """The installed PyTorch, by its own version file, against the devices and their driver."""
-    version, cuda, hip = torch_build()
+    yield from judge_build(hardware, *torch_build())
+
+
+def judge_build(hardware: Hardware, version: str, cuda: str | None, hip: str | None) -> Iterator[Finding]:
+    """Whether a PyTorch of that version, built for that CUDA or HIP, can use the GPUs."""
     gpus = hardware.of("cuda")
     if not version or not gpus:
         return

@@ -170,6 +170,7 @@ def test_nvidia_driver_that_fails_does_not_fail_the_run(nvidia: Nvidia, which: s
     assert words in finding.fact
 
 
+@pytest.mark.slow
 def test_torch_is_asked_where_the_drivers_interface_fails(nvidia: Nvidia, tmp_path: Path) -> None:
     """A stand-in for PyTorch on the import path of the launcher's process; the launcher itself never loads it."""
     facts = "SimpleNamespace(name='A GPU', uuid='a-b', major=9, minor=0)"

@@ -89,6 +89,19 @@ def test_deadline_of_zero_still_answers() -> None:
     assert hardware.devices[-1].kind == "cpu"
 
 
+@linux
+def test_probe_survives_a_current_folder_that_is_gone(tmp_path: Path) -> None:
+    code = (
+        "import os; os.rmdir(os.getcwd()); from rung.cluster.hardware import probe; "
+        "print([finding.subject for finding in probe().findings])"
+    )
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == ("['disk']", 0), done.stderr
+
+
 # Other machines, as trees of files.
 
 
@@ -193,7 +206,7 @@ def test_broken_description_names_the_entry(change: Callable[[dict[str, object]]
         from_dict(values)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(),
@@ -216,6 +229,7 @@ def test_thread_that_raises_or_hangs_is_a_reason() -> None:
     assert InThread(lambda: 3).answer(time.monotonic() + 5).value == 3
 
 
+@pytest.mark.slow
 def test_child_is_ended_with_all_that_it_started() -> None:
     source = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, file=sys.stderr, flush=True)"
     answer = InChild(source + "; time.sleep(60)").answer(time.monotonic() + 1.0)
