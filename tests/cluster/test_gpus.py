@@ -162,8 +162,9 @@ def test_nvidia_lost_gpu_leaves_the_other(nvidia: Nvidia) -> None:
 def test_nvidia_driver_that_fails_does_not_fail_the_run(nvidia: Nvidia, which: str, words: str) -> None:
     root, environ = nvidia(which)
     start = time.monotonic()
-    hardware = probe(root=root, environ=environ, deadline_s=0.5, torch_deadline_s=0.0)
-    assert time.monotonic() - start < 3.0
+    deadline_s = 0.5 if which == "hang" else 20.0
+    hardware = probe(root=root, environ=environ, deadline_s=deadline_s, torch_deadline_s=0.0)
+    assert time.monotonic() - start < deadline_s + 5.0
     assert hardware.best[0].kind == "cpu"
     finding = next(finding for finding in hardware.findings if finding.subject == "cuda.nvml")
     assert finding.level is Level.ERROR

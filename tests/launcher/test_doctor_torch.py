@@ -202,7 +202,7 @@ def test_operation_that_does_not_build_says_why_and_is_not_remembered(tmp_path: 
 
 @pytest.mark.slow
 def test_build_that_is_cut_short_leaves_no_lock_for_the_next(tmp_path: Path) -> None:
-    finding = only(built_ops(tmp_path, ("cpu_adam",), deadline_s=1.5, SLOW="1"), "deepspeed.ops")
+    finding = only(built_ops(tmp_path, ("cpu_adam",), deadline_s=5.0, SLOW="1"), "deepspeed.ops")
     assert finding.level is Level.WARNING
     assert (tmp_path / "extensions/builds").exists(), "it had begun"
     assert not (tmp_path / "extensions/cpu_adam/lock").exists()
