@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from rung.cluster.link import Link, Stop
+from rung.cluster.link import Link, Stop, beyond_memory_cap
 from rung.launcher import cadence, shrink, smoke
 from rung.launcher.checkpoint.load import Loader as StateLoader
 from rung.launcher.checkpoint.manifest import Manifest, Part
 from rung.launcher.checkpoint.save import Saver
 from rung.launcher.data.loader import Loader, Step
-from rung.launcher.data.order import Order
+from rung.launcher.data.prepare import prepare_run, refuse_other_filter
 from rung.launcher.data.rng import seed_everything
 from rung.launcher.job import Job
 from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, SaveFailed, StepRecord, Steps, Validated
@@ -40,6 +40,8 @@ REPORT_S = 0.25
 GROUP_S = 600.0
 #: How many losses the guard remembers, to tell a rising one.
 WINDOW = 32
+#: Threads that a save starts: one that saves, and its writers.
+SAVER_THREADS = 6
 
 
 def main(link: Link, assignment: Assignment) -> None:
@@ -72,6 +74,7 @@ class Trainer:
         self._reported_s = 0.0
         self._saved_s = time.monotonic()
         self._saved_step = -1
+        self._saved_once = False
         self._blocked_s: dict[int, float] = {}
 
     def run(self) -> None:
@@ -109,7 +112,9 @@ class Trainer:
     def _count_steps(self) -> None:
         if self.train_data is None:
             raise DataError("dataset('train') returned None", hint="return a torch Dataset")
-        self.order = Order(size=len(self.train_data), seed=self.job.seed)
+        resumes = self.assignment.resume is not None
+        self.prepared = prepare_run(self.job, self.task, self.train_data, self.link, resumes=resumes)
+        self.order = self.prepared.order
         self.per_epoch = cadence.steps_per_epoch(self.order.length, self.job.batch)
         self.total_steps = cadence.total_steps(steps=self.job.steps, epochs=self.job.epochs, per_epoch=self.per_epoch)
 
@@ -119,8 +124,11 @@ class Trainer:
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         seed_everything(self.job.seed, 0, 0)  # the same weights on every rank and under every strategy
         self.strategy.build(
-            self.task.model, lambda model: make_optimizer(self.job.optimizer, self.task.parameters(model), self.job.folder)
+            self.task.model,
+            lambda model: make_optimizer(self.job.optimizer, self.task.parameters(model), self.job.folder),
         )
+        if self.prepared.class_weights is not None:
+            self.task.use_class_weights(self.prepared.class_weights.to(self.strategy.device))
         self.base_lrs = [group["lr"] for group in self.strategy.optimizer.param_groups]
         self.aliases = aliases(self.strategy.model)
         self.store = Store.open(self.job.run, self.job.checkpoint.options)
@@ -141,6 +149,7 @@ class Trainer:
                 self.strategy.restored()
             return
         manifest = Manifest.read(self.store, self.assignment.resume)
+        refuse_other_filter(str(manifest.trainer.get("filter", "")), self.prepared.filter)
         found = StateLoader(self.store, manifest).fill(self.strategy.intervals("load"), allow_missing=True)
         if lacking := [name for name in found.missing if name.startswith("model/")]:
             raise StorageError(
@@ -337,7 +346,10 @@ class Trainer:
         if self._saved_step == self.step:
             return
         self._report(force=True, phase="saving")
-        blocked = self.saver.snapshot(self.step, self.strategy.intervals("save"), self._meta())
+        # The copy lies in host memory; on a CPU device only the accounting tells the two apart.
+        with beyond_memory_cap(threads=0 if self._saved_once else SAVER_THREADS):
+            blocked = self.saver.snapshot(self.step, self.strategy.intervals("save"), self._meta())
+        self._saved_once = True
         self._blocked_s[self.step] = blocked.waited_s + blocked.copied_s
         self._saved_s, self._saved_step = time.monotonic(), self.step
         if blocked.waited_s > 1.0:
@@ -354,8 +366,11 @@ class Trainer:
                 part = alone.emergency(self.step, self.strategy.intervals("whole"), self._meta())
             else:
                 part = self.saver.emergency(self.step, self.strategy.intervals("save"), self._meta())
-        except RungError as error:
-            self.link.send(SaveFailed(step=self.step, error=error))
+        except Exception as error:  # a thread has nobody to raise to, and the launcher waits for an answer
+            known = (
+                error if isinstance(error, RungError) else StorageError(f"saving step {self.step} failed: {error!r}")
+            )
+            self.link.send(SaveFailed(step=self.step, error=known))
             return
         self._part_written(part)
 
@@ -366,7 +381,7 @@ class Trainer:
     def _meta(self) -> dict[str, Any]:
         trainer = {
             "losses": list(self.losses), "skipped": self.skipped, "units_seen": self.units_seen,
-            "total_steps": self.total_steps, "lr_factor": self._lr_factor(),
+            "total_steps": self.total_steps, "lr_factor": self._lr_factor(), "filter": self.prepared.filter,
         }  # fmt: skip
         return {
             "epoch": self.epoch, "position": self.position, "aliases": self.aliases, "trainer": trainer,

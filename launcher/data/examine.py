@@ -149,7 +149,12 @@ class Examiner:
                 tally(seen.problems, "label.unknown", [index], _words(error, index))
                 continue
             if not whole:
-                tally(seen.problems, "label.type", [int(seen.indices[row])], f"{float(given):g}")
+                tally(
+                    seen.problems,
+                    "label.type",
+                    [int(seen.indices[row])],
+                    f"label {float(given):g} is not a whole number",
+                )
                 continue
             labels[row] = value
         known = labels[labels != NO_LABEL]
@@ -160,8 +165,8 @@ class Examiner:
         if limit is not None and limit.ignored is not None:
             outside &= labels != limit.ignored
         if outside.any():
-            first = int(labels[outside][0])
-            tally(seen.problems, "label.range", seen.indices[outside].tolist(), str(first))
+            text = f"label {int(labels[outside][0])} is outside {limit.words if limit is not None else '0, 1, 2, ...'}"
+            tally(seen.problems, "label.range", seen.indices[outside].tolist(), text)
         return labels
 
 

@@ -217,7 +217,7 @@ class Fields:
                 outside &= flat != limit.ignored
             wrong = outside.any(axis=1)
             if wrong.any():
-                text = f"{limit.what} {int(flat[outside][0])}"
+                text = f"{limit.what} {int(flat[outside][0])} is outside {limit.words}"
                 tally(seen.problems, f"{limit.what}.range", indices[wrong].tolist(), text)
 
     def _texts(self, path: str, values: Sequence[str], rows: Ints, seen: Seen) -> None:

@@ -99,14 +99,7 @@ def _extent(split: Split) -> Iterator[Finding]:
 def _problems(split: Split) -> Iterator[Finding]:
     for subject, some in split.seen.problems.items():
         level = Level.WARNING if subject == "text.empty" else Level.ERROR
-        texts = {
-            "label.range": f"label {some.text} is outside what there is",
-            "label.type": f"label {some.text} is not a whole number",
-            "id.range": f"{some.text} is outside the rows of the model's embedding",
-        }
-        yield _finding(
-            level, subject, f"{split.name}: {named(some.indices, some.count)}: {texts.get(subject, some.text)}"
-        )
+        yield _finding(level, subject, f"{split.name}: {named(some.indices, some.count)}: {some.text}")
 
 
 def _structure(split: Split) -> Iterator[Finding]:

@@ -32,6 +32,12 @@ class Limit:
     what: str
     ignored: int | None = None
 
+    @property
+    def words(self) -> str:
+        """`0..9 (10 classes in the model's output)`."""
+        of = "classes in the model's output" if self.what == "label" else "rows in the model's embedding"
+        return f"0..{self.size - 1} ({self.size} {of})"
+
 
 class _Follow(TorchFunctionMode):
     """Keeps, for each tensor that holds a field's values, the field's name."""

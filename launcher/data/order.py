@@ -93,17 +93,21 @@ class Order:
         return chosen if self.subset is None else self.subset[chosen]
 
     def _permuted(self, epoch: int, position: int, count: int) -> Indices:
-        if not self.shuffle:
-            return np.arange(position, position + count, dtype=np.int64)
-        length = self.length
-        if length <= _SORTED_UP_TO:
-            return _sorted(length, self.seed, epoch)[position : position + count].copy()
-        keys = _keys(self.seed, epoch)
-        out = np.empty(count, dtype=np.int64)
-        for start in range(0, count, _BLOCK):
-            stop = min(start + _BLOCK, count)
-            out[start:stop] = _walk(np.arange(position + start, position + stop, dtype=np.uint64), length, keys)
-        return out
+        positions = np.arange(position, position + count, dtype=np.int64)
+        return permuted(self.length, self.seed, epoch, positions) if self.shuffle else positions
+
+
+def permuted(size: int, seed: int, epoch: int, positions: Indices) -> Indices:
+    """What stands at these positions, each within 0..size-1, in the permutation of 0..size-1 keyed by seed and
+    epoch."""
+    if size <= _SORTED_UP_TO:
+        return _sorted(size, seed, epoch)[positions]
+    keys = _keys(seed, epoch)
+    out = np.empty(len(positions), dtype=np.int64)
+    for start in range(0, len(positions), _BLOCK):
+        block = positions[start : start + _BLOCK].astype(np.uint64)
+        out[start : start + len(block)] = _walk(block, size, keys)
+    return out
 
 
 @lru_cache(maxsize=8)
