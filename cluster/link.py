@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,9 @@ USER, ARRIVED, FAILURE, PORT, PAYLOAD = range(5)
 SLOT_BYTES = 64
 _SLOT = struct.Struct("<qd48s")
 """One heartbeat: step, CLOCK_MONOTONIC in seconds, phase (UTF-8, padded with zeros)."""
+
+
+_STACK_BYTES = 9 << 20  # what a thread costs: its stack as ulimit usually has it, and a little heap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +247,23 @@ def lift_memory_cap() -> None:
     """Takes the cap away again."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+@contextlib.contextmanager
+def beyond_memory_cap(threads: int = 0) -> Iterator[None]:
+    """Inside, memory is taken that is not the device's (buffers for saving, our own threads): the cap is lifted, and
+    afterwards stands higher by what was taken, plus the stacks of `threads` that are still to start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == hard:
+        yield
+        return
+    before = data_bytes()
+    lift_memory_cap()
+    try:
+        yield
+    finally:
+        grown = max(0, data_bytes() - before) + threads * _STACK_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (soft + grown, hard))
 
 
 def data_bytes() -> int:

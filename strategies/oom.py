@@ -37,6 +37,7 @@ _HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
     r"|\bstd::bad_alloc\b|^bad allocation$"
     r"|\[Errno 12\]|Cannot allocate memory"
+    r"|can't start new thread"  # no room for its stack
     r"|(?:^|\n|Caught )MemoryError\b"  # a loader worker's traceback, when its type could not be rebuilt here
     r"|Unable to allocate [\d.]+ [KMGTPE]?i?B"
     r"|failed to allocate (?:host|pinned) memory",

@@ -89,8 +89,9 @@ class Saver:
         if any(i.data.is_cuda for i in intervals):
             torch.cuda.current_stream().synchronize()
         self._saved = (step, layout, dict(meta or {}))
-        self._thread = threading.Thread(target=self._run, args=(self._saved,), name=f"save-{step}", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(self._saved,), name=f"save-{step}", daemon=True)
+        thread.start()  # fails where there is no memory for its stack
+        self._thread = thread
         return Blocked(waited_s=waited - began, copied_s=time.perf_counter() - waited)
 
     def wait(self, timeout_s: float | None = None) -> bool:

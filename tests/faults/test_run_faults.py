@@ -52,7 +52,7 @@ def test_killed_at_any_moment_a_run_ends_with_the_same_bits(project, seed):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_finishes_the_step_saves_and_exits_with_its_code(project, number, code):
-    sets = ["task_args={sleep_s: 0.05}", "steps=400", "schedule=constant"]
+    sets = ["task_args={sleep_s: 0.05}", "steps=400", "schedule=constant", "checkpoint.every=none"]
     process = project.start(*sets)
     wait_for(lambda: (project.folder / "run/metrics.jsonl").exists() and project.metrics())
     pids = family(process.pid)
