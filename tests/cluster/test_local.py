@@ -19,13 +19,20 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nursery():
+@pytest.fixture(scope="module")
+def warm_nursery():
     sys.path.insert(0, str(HERE))
     local.warm(["torch", "torch.distributed"], {"OMP_NUM_THREADS": "1"})
     yield
     local.cool()
     sys.path.remove(str(HERE))
+
+
+@pytest.fixture(autouse=True)
+def nursery(request: pytest.FixtureRequest) -> None:
+    """Only tests that start workers wait for torch to load."""
+    if request.node.get_closest_marker("slow"):
+        request.getfixturevalue("warm_nursery")
 
 
 def specs(count: int, folder: Path, payload: object = None, **more: object) -> list[WorkerSpec]:
