@@ -52,8 +52,7 @@ def launch(
     """Train a job; on an existing run folder, continue it."""
     from rung.launcher import run
 
-    if not dry_run:
-        run.prepare()
+    run.prepare()
     from rung.launcher.job import load
     from rung.launcher.watch.progress import View
 
@@ -127,7 +126,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except RungError as error:
-        from rung.launcher.run import exit_code, show_error
+        from rung.launcher.report import exit_code, show_error
 
         show_error(error)
         sys.exit(exit_code(error))

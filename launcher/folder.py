@@ -12,6 +12,7 @@ and copied whole when a checkpoint is committed and at the end.
 """
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,12 @@ from typing import Any
 from rung.launcher.job import Job
 from rung.launcher.storage import Store
 from rung.strategies.plan import Plan
+
+
+def cache_folder() -> Path:
+    """Where results are kept between launches: `$XDG_CACHE_HOME/rung`, else `~/.cache/rung`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rung"
+
 
 APPENDED = ("events.jsonl", "metrics.jsonl")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rung.launcher.checkpoint.manifest import Part
 from rung.strategies.errors import RungError
-from rung.strategies.plan import Plan
+from rung.strategies.plan import Plan, Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +21,16 @@ class Assignment:
     plan: Plan
     attempt: int
     resume: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileRequest:
+    """What the throw-away process that profiles a task needs to know; it answers with a Profile or a reason."""
+
+    job: dict[str, object]
+    source: Path
+    precision: Precision
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

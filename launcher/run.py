@@ -1,28 +1,26 @@
 """One run from start to end. Read `launch` from top to bottom."""
 
 import signal
-import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from rung.cluster.failures import Cause
-from rung.cluster.hardware import probe
+from rung.cluster.hardware import Hardware, probe
 from rung.cluster.local import warm
 from rung.launcher import doctor
 from rung.launcher.attempt import Attempt, Context, Outcome
 from rung.launcher.checkpoint.lease import Lease
-from rung.launcher.checkpoint.manifest import Manifest
 from rung.launcher.fallback import GiveUp, Recovery, Tried, rules_of
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job, changes
 from rung.launcher.keeper import Keeper
 from rung.launcher.planner import Ladder, plan_ladder
+from rung.launcher.profiling import find_profile, worth_it
+from rung.launcher.report import show_end, show_findings, show_plan, show_start
 from rung.launcher.signals import Signals
 from rung.launcher.watch.metrics import Metrics
-from rung.launcher.watch.progress import View, duration, size
+from rung.launcher.watch.progress import View
 from rung.strategies.errors import CheckpointDamaged, DoesNotFit, Interrupted, JobError, RungError, WorkersFailed
-from rung.strategies.findings import Level
 
 #: What the process that workers are forked from imports while the launcher reads the job and looks at the hardware.
 PRELOAD = ("torch", "rung.launcher.train")
@@ -46,7 +44,7 @@ def launch(job: Job, options: Options, view: View) -> None:
     began = time.monotonic()
     hardware = probe(folder=job.folder)
     show_findings(view, doctor.quick(job, hardware))
-    ladder = plan_ladder(job, hardware, None)
+    ladder = make_ladder(job, hardware, view)
     show_plan(view, ladder)
     if options.dry_run:
         view.say("dry run: nothing was started")
@@ -64,9 +62,21 @@ def launch(job: Job, options: Options, view: View) -> None:
                     signals=signals, decide=recovery.decide,
                 )  # fmt: skip
                 outcome = run_attempts(context, recovery, lease)
-            report(outcome, recovery, folder, view, time.monotonic() - began)
+            show_end(outcome, recovery, folder, view, time.monotonic() - began)
         finally:
             folder.close()
+
+
+def make_ladder(job: Job, hardware: Hardware, view: View) -> Ladder:
+    """Profiles the task where that can change the choice, and plans."""
+    simple = plan_ladder(job, hardware)
+    if not worth_it(job, simple.best.device):
+        return simple
+    profile, trouble = find_profile(job, simple.best.precision)
+    if profile is None:
+        view.say(f"note       {trouble}", style="yellow")
+        return simple
+    return plan_ladder(job, hardware, profile)
 
 
 def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
@@ -170,67 +180,3 @@ def check_same_job(folder: RunFolder, job: Job, options: Options, view: View) ->
     if found:
         folder.event("job changed", fields={c.field: [c.old, c.new] for c in found})
         folder.store_job(job)
-
-
-# -------------------------------------------------------------------- what the user reads
-
-
-def show_findings(view: View, findings: list[Any]) -> None:
-    """Prints warnings and errors; what is well is left unsaid."""
-    for f in findings:
-        if f.level is not Level.OK:
-            style = "red" if f.level is Level.ERROR else "yellow"
-            more = f"\n           {f.why}" if f.why else ""
-            more += f"\n           → {f.fix}" if f.fix else ""
-            view.say(f"{f.level.value:<10} {f.subject}: {f.fact}{more}", style=style)
-
-
-def show_plan(view: View, ladder: Ladder) -> None:
-    """Prints the chosen plan and the reason of each choice."""
-    plan = ladder.plans[0]
-    view.say(f"plan       {plan.describe()}", style="bold")
-    for name, reason in plan.reasons.items():
-        view.say(f"           {name}: {reason}", style="dim")
-
-
-def show_start(view: View, start: Manifest) -> None:
-    """Says where training goes on."""
-    by = f"{start.strategy} on {start.world_size}"
-    view.say(
-        f"resume     step {start.step:,}, epoch {start.epoch}, sample {start.position:,} ({start.folder}, by {by})"
-    )
-
-
-def report(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, seconds: float) -> None:
-    """The last lines of a good run."""
-    steps = outcome.step - outcome.first_step
-    parts = [f"done       step {outcome.step:,}"]
-    if outcome.last_loss is not None and steps:
-        parts.append(f"loss {outcome.last_loss:.4f}")
-    parts += [f"valid {name} {value:.4f}" for name, value in outcome.last_metrics.items()]
-    parts.append(f"in {duration(seconds)}")
-    if outcome.peak_bytes:
-        parts.append(f"peak memory {size(outcome.peak_bytes)}")
-    view.say("  ".join(parts), style="bold green")
-    view.say(f"           everything is in {folder.url}")
-    if recovery.history:
-        plan = outcome.plan
-        view.say(
-            f"           it fell back {len(recovery.history)} times; to start with what worked: "
-            f"--set strategy.name={plan.strategy} --set strategy.micro_batch={plan.micro_batch}"
-            + (" --set strategy.checkpointing=true" if plan.activation_checkpointing else "")
-        )
-    folder.event("done", step=outcome.step, seconds=round(seconds, 1), peak_bytes=outcome.peak_bytes)
-
-
-def exit_code(error: RungError) -> int:
-    """The process's exit code for an error."""
-    return error.code if isinstance(error, Interrupted) else error.exit_code
-
-
-def show_error(error: RungError) -> None:
-    """Prints an error to standard error: the user's traceback if there is one, the message, the way out."""
-    text = getattr(error, "traceback_text", "")
-    if text:
-        sys.stderr.write(text.rstrip() + "\n")
-    sys.stderr.write(f"rung: {error}\n")

@@ -1,0 +1,73 @@
+"""What the user reads about a run: findings, the plan, where it starts, how it ended."""
+
+import sys
+
+from rung.launcher.attempt import Outcome
+from rung.launcher.checkpoint.manifest import Manifest
+from rung.launcher.fallback import Recovery
+from rung.launcher.folder import RunFolder
+from rung.launcher.planner import Ladder
+from rung.launcher.watch.progress import View, duration, size
+from rung.strategies.errors import Interrupted, RungError
+from rung.strategies.findings import Finding, Level
+
+
+def show_findings(view: View, findings: list[Finding]) -> None:
+    """Prints warnings and errors; what is well is left unsaid."""
+    for f in findings:
+        if f.level is not Level.OK:
+            style = "red" if f.level is Level.ERROR else "yellow"
+            more = f"\n           {f.why}" if f.why else ""
+            more += f"\n           → {f.fix}" if f.fix else ""
+            view.say(f"{f.level.value:<10} {f.subject}: {f.fact}{more}", style=style)
+
+
+def show_plan(view: View, ladder: Ladder) -> None:
+    """Prints the chosen plan and the reason of each choice."""
+    plan = ladder.plans[0]
+    view.say(f"plan       {plan.describe()}", style="bold")
+    for name, reason in plan.reasons.items():
+        view.say(f"           {name}: {reason}", style="dim")
+
+
+def show_start(view: View, start: Manifest) -> None:
+    """Says where training goes on."""
+    by = f"{start.strategy} on {start.world_size}"
+    view.say(
+        f"resume     step {start.step:,}, epoch {start.epoch}, sample {start.position:,} ({start.folder}, by {by})"
+    )
+
+
+def show_end(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, seconds: float) -> None:
+    """The last lines of a good run."""
+    steps = outcome.step - outcome.first_step
+    parts = [f"done       step {outcome.step:,}"]
+    if outcome.last_loss is not None and steps:
+        parts.append(f"loss {outcome.last_loss:.4f}")
+    parts += [f"valid {name} {value:.4f}" for name, value in outcome.last_metrics.items()]
+    parts.append(f"in {duration(seconds)}")
+    if outcome.peak_bytes:
+        parts.append(f"peak memory {size(outcome.peak_bytes)}")
+    view.say("  ".join(parts), style="bold green")
+    view.say(f"           everything is in {folder.url}")
+    if recovery.history:
+        plan = outcome.plan
+        view.say(
+            f"           it fell back {len(recovery.history)} times; to start with what worked: "
+            f"--set strategy.name={plan.strategy} --set strategy.micro_batch={plan.micro_batch}"
+            + (" --set strategy.checkpointing=true" if plan.activation_checkpointing else "")
+        )
+    folder.event("done", step=outcome.step, seconds=round(seconds, 1), peak_bytes=outcome.peak_bytes)
+
+
+def exit_code(error: RungError) -> int:
+    """The process's exit code for an error."""
+    return error.code if isinstance(error, Interrupted) else error.exit_code
+
+
+def show_error(error: RungError) -> None:
+    """Prints an error to standard error: the user's traceback if there is one, the message, the way out."""
+    text = getattr(error, "traceback_text", "")
+    if text:
+        sys.stderr.write(text.rstrip() + "\n")
+    sys.stderr.write(f"rung: {error}\n")
