@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from contract_cases import CASES, MOVES_AFTER, MOVING, Batch, Branching, Case, Normed
+from contract_cases import CASES, MOVES_AFTER, Batch, Branching, Case, Normed
 
 from rung.strategies.base import Strategy
 from rung.strategies.make import make_strategy
@@ -216,14 +216,11 @@ def refused(case: Case, strategy: str) -> str:
 
 @functools.cache
 def results(strategy: str, world: int) -> dict[str, list[Any]]:
-    """All that one strategy and world size has to show, from one group of processes."""
+    """All cases under one strategy and world size, from one group of processes."""
     jobs: dict[str, Job] = {
-        MOVING.name: functools.partial(run_and_save, MOVING, plan_of(MOVING, strategy, world)),
-        **{
-            case.name: functools.partial(run_case, case, plan_of(case, strategy, world))
-            for case in CASES
-            if not refused(case, strategy)
-        },
+        case.name: functools.partial(run_case, case, plan_of(case, strategy, world))
+        for case in CASES
+        if not refused(case, strategy)
     }
     return run_group(world, jobs)
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_cases import MOVING
-from harness import GROUPS, Result, Saved, assemble, load_and_run, plan_of, reference, results, run_group
+from harness import GROUPS, Result, Saved, assemble, load_and_run, plan_of, reference, run_and_save, run_group
 
 pytestmark = pytest.mark.slow
 
@@ -15,8 +15,10 @@ TOLERANCE = 2e-5
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3")
 
 
+@functools.cache
 def saved(strategy: str, world: int) -> list[tuple[list[Saved], Result]]:
-    got = results(strategy, world)[MOVING.name]
+    job = functools.partial(run_and_save, MOVING, plan_of(MOVING, strategy, world))
+    got = run_group(world, {MOVING.name: job})[MOVING.name]
     assert not any(isinstance(value, str) for value in got), got
     return got
 
