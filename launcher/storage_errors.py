@@ -156,14 +156,15 @@ _BY_CLASS = {
 
 def classify(error: BaseException) -> Trouble:
     """Which trouble an exception of a backend stands for. An HTTP status or an errno says more than a class does."""
+    # Causes count: s3fs wraps answers of the server in plain OSErrors, and some backends call an object missing when
+    # they could not connect.
     for each in _chain(error):
         if isinstance(each, ObjectMissing):
             return Trouble.MISSING
+        if trouble_of_class(type(each)) is Trouble.TRANSIENT:
+            return Trouble.TRANSIENT
         if (status := _status(each)) is not None and (trouble := trouble_of_status(status)) is not None:
             return trouble
-    # Some backends call an object missing when they could not connect.
-    if any(trouble_of_class(type(cause)) is Trouble.TRANSIENT for cause in _chain(error)):
-        return Trouble.TRANSIENT
     if isinstance(error, OSError) and error.errno in _BY_ERRNO:
         return _BY_ERRNO[error.errno]
     return trouble_of_class(type(error))
