@@ -96,7 +96,7 @@ class Facts:
 
     oom_kills: processes that the kernel killed for memory since the workers started (None: no counter is readable).
     log_tails: last lines of the log by rank. hung: ranks whose heartbeat stood still, with their stacks.
-    capped: the workers ran under a memory cap. lost: ranks that were ended because their node or device went away.
+    capped: the workers ran under a memory cap.
     """
 
     device: DeviceType = "cpu"
