@@ -23,7 +23,7 @@ from rung.launcher.watch.progress import View
 from rung.strategies.errors import CheckpointDamaged, DoesNotFit, Interrupted, JobError, RungError, WorkersFailed
 
 #: What the process that workers are forked from imports while the launcher reads the job and looks at the hardware.
-PRELOAD = ("torch", "rung.launcher.train")
+PRELOAD = ("torch", "rung.launcher.train", "torch._dynamo")  # the last is needed by every optimizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

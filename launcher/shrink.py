@@ -46,7 +46,7 @@ def until_it_fits(trainer: "Trainer", act: Callable[[], None]) -> None:
 def _ask(trainer: "Trainer", failure: Exception) -> Plan | None:
     peak = trainer.memory.peak()
     what = str(failure).splitlines()[0] if str(failure) else type(failure).__name__
-    trainer.link.send(OutOfMemory(step=trainer.step, peak_bytes=peak, what=what))
+    trainer.link.send(OutOfMemory(step=trainer.progress.step, peak_bytes=peak, what=what))
     until = time.monotonic() + ANSWER_S
     while time.monotonic() < until:
         match trainer.link.poll():

@@ -6,42 +6,33 @@ on by `_agree` first. Out of memory on a single device is answered in `launcher/
 """
 
 import math
+import os
 import signal
 import time
-from collections import deque
 from typing import Any
 
 import torch
 
-from rung.cluster.link import Link, Stop, beyond_memory_cap
+from rung.cluster.link import Link, Stop
 from rung.launcher import cadence, shrink, smoke
-from rung.launcher.checkpoint.load import Loader as StateLoader
-from rung.launcher.checkpoint.manifest import Manifest, Part
-from rung.launcher.checkpoint.save import Saver
-from rung.launcher.data.loader import Loader, Step
+from rung.launcher.data.loader import Loader, Step, auto_workers
 from rung.launcher.data.prepare import prepare_run, refuse_other_filter
 from rung.launcher.data.rng import seed_everything
 from rung.launcher.job import Job
-from rung.launcher.messages import Assignment, Finished, Note, Ready, Saved, SaveFailed, StepRecord, Steps, Validated
+from rung.launcher.messages import Assignment, Finished, Note, Ready, StepRecord, Validated
 from rung.launcher.rescue import Rescuer
+from rung.launcher.saving import Progress, Saving, check_learning_rate
 from rung.launcher.schedule import schedule_factor
-from rung.launcher.storage import Store
 from rung.launcher.task import load_task, make_optimizer
 from rung.launcher.validate import validate
 from rung.launcher.watch import health
-from rung.strategies.errors import DataError, HealthError, RungError, StorageError
+from rung.launcher.watch.reporter import Reporter
+from rung.strategies.errors import DataError, HealthError
 from rung.strategies.make import make_strategy
 from rung.strategies.measure import Memory
-from rung.strategies.state import aliases, shapes
 
-#: How often a worker tells its numbers, in seconds.
-REPORT_S = 0.25
 #: How long the workers of a group may take to come together, in seconds: the slowest may be reading its data.
 GROUP_S = 600.0
-#: How many losses the guard remembers, to tell a rising one.
-WINDOW = 32
-#: Threads that a save starts: one that saves, and its writers.
-SAVER_THREADS = 6
 
 
 def main(link: Link, assignment: Assignment) -> None:
@@ -52,8 +43,7 @@ def main(link: Link, assignment: Assignment) -> None:
 
 
 class Trainer:
-    """One worker's training. What survives in checkpoints beside weights and optimizer: `step` (optimizer steps
-    done), `epoch` and `position` (of the next sample), `losses`, `skipped`, `units_seen`."""
+    """One worker's training. What survives in checkpoints is the strategy's state and `progress`."""
 
     def __init__(self, link: Link, assignment: Assignment) -> None:
         self.link = link
@@ -65,17 +55,9 @@ class Trainer:
             non_finite=self.job.guard.non_finite,
             negative_loss=self.job.guard.negative_loss,
         )
-        self.step = self.epoch = self.position = self.skipped = 0
-        self.losses: deque[float] = deque(maxlen=WINDOW)
-        self.units_seen = 0.0
+        self.progress = Progress()
         self.stop_reason = ""
         self.loader: Loader | None = None
-        self._records: list[StepRecord] = []
-        self._reported_s = 0.0
-        self._saved_s = time.monotonic()
-        self._saved_step = -1
-        self._saved_once = False
-        self._blocked_s: dict[int, float] = {}
 
     def run(self) -> None:
         """The whole of it. Data is prepared before the process group forms, since others would wait for it."""
@@ -86,22 +68,29 @@ class Trainer:
         self._count_steps()
         self._build()
         self._restore()
-        self.rescuer = Rescuer(self.link, lambda: self.step, self.write_state)
+        self.rescuer = Rescuer(
+            self.link, lambda: self.progress.step, lambda whole: self.saving.rescue(whole, self._lr_factor())
+        )
         try:
-            if self.step < self.total_steps:
+            if not self.done:
                 shrink.until_it_fits(self, self._try_ten)
                 self.open_loader()
                 self._announce()
                 self._loop()
-            self.saver.wait()
+            self.saving.wait()
         except BaseException as error:
-            self._report(force=True)
+            self.reporter.flush()
             self.rescuer.hold(error)
             raise
         finally:
             self._close()
         reason = "stopped" if self.stop_reason else "done"
-        self.link.send(Finished(step=self.step, reason=reason, peak_bytes=self.memory.peak()))
+        self.link.send(Finished(step=self.progress.step, reason=reason, peak_bytes=self.memory.peak()))
+
+    @property
+    def done(self) -> bool:
+        """All steps are taken."""
+        return self.progress.step >= self.total_steps
 
     def on_sigterm(self, _number: int, _frame: object) -> None:
         """Preemption of one worker stops all, after the step and a save."""
@@ -122,6 +111,7 @@ class Trainer:
         plan, rank = self.plan, self.link.rank
         self.strategy = make_strategy(plan, rank, self.link.store(GROUP_S) if plan.devices > 1 else None)
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
+        self.reporter = Reporter(self.link, self.memory)
         seed_everything(self.job.seed, 0, 0)  # the same weights on every rank and under every strategy
         self.strategy.build(
             self.task.model,
@@ -130,64 +120,53 @@ class Trainer:
         if self.prepared.class_weights is not None:
             self.task.use_class_weights(self.prepared.class_weights.to(self.strategy.device))
         self.base_lrs = [group["lr"] for group in self.strategy.optimizer.param_groups]
-        self.aliases = aliases(self.strategy.model)
-        self.store = Store.open(self.job.run, self.job.checkpoint.options)
-        self.saver = Saver(
-            self.store, rank=rank, world=plan.devices, attempt=self.assignment.attempt, on_part=self._part_written,
-            on_failure=lambda step, error: self.link.send(SaveFailed(step=step, error=error)),
-        )  # fmt: skip
+        extra = {"total_steps": self.total_steps, "order": self.order.fingerprint, "filter": self.prepared.filter}
+        self.saving = Saving(self.link, self.job, self.assignment, self.strategy, self.progress, extra)
 
     def _restore(self) -> None:
         if self.assignment.resume is None:
-            if self.job.init_from is not None:
-                from rung.launcher.checkpoint.init_from import load_weights
-
-                load_weights(
-                    self.job.init_from, self.strategy.intervals("load"), self.job.allow_mismatch,
-                    options=self.job.checkpoint.options, model=shapes(self.strategy.model), aliases=self.aliases,
-                )  # fmt: skip
-                self.strategy.restored()
+            self.saving.start_from_given_weights()
             return
-        manifest = Manifest.read(self.store, self.assignment.resume)
+        manifest = self.saving.resume(self.assignment.resume)
         refuse_other_filter(str(manifest.trainer.get("filter", "")), self.prepared.filter)
-        found = StateLoader(self.store, manifest).fill(self.strategy.intervals("load"), allow_missing=True)
-        if lacking := [name for name in found.missing if name.startswith("model/")]:
-            raise StorageError(
-                f"{manifest.folder} lacks {len(lacking)} weights of this model: {', '.join(lacking[:5])}",
-                url=self.store.url, hint="the model's code has changed since; start a new run with init_from",
-            )  # fmt: skip
-        self.strategy.restored()
-        self.step, self.epoch, self.position = manifest.step, manifest.epoch, manifest.position
-        state = manifest.trainer
-        self.losses.extend(float(x) for x in state["losses"])
-        self.skipped, self.units_seen = int(state["skipped"]), float(state["units_seen"])
-        self._saved_step = self.step
-        if state["total_steps"] == self.total_steps and not math.isclose(self._lr_factor(), state["lr_factor"]):
-            raise RungError(
-                f"the schedule gives {self._lr_factor()} at step {self.step}, the checkpoint says {state['lr_factor']}"
-            )
+        check_learning_rate(manifest, self.total_steps, self._lr_factor())
 
     def _try_ten(self) -> None:
         count = min(smoke.TEN, self.order.length)
-        first = [int(i) for i in self.order.indices(self.epoch, 0, count)]
+        first = [int(i) for i in self.order.indices(self.progress.epoch, 0, count)]
         smoke.try_ten(self.task, self.strategy, self.train_data, first, self.to_device)
 
     def open_loader(self) -> None:
         """A loader from the next sample on. Whatever was fetched ahead is fetched again."""
         if self.loader is not None:
             self.loader.close()
-        workers = 0 if self.job.data.workers == "auto" else self.job.data.workers
+        workers = self.job.data.workers
+        if workers == "auto":
+            workers = self._auto_workers()
         self.loader = Loader(
             self.train_data, self.task.collate, self.order, self.plan, self.link.rank,
-            epoch=self.epoch, position=self.position, workers=workers,
+            epoch=self.progress.epoch, position=self.progress.position, workers=workers,
         )  # fmt: skip
+
+    def _auto_workers(self) -> int:
+        """As many as the cores that training leaves free can feed, judged by one micro-batch fetched here."""
+        count = min(self.plan.micro_batch, self.order.length)
+        indices = [int(i) for i in self.order.indices(self.progress.epoch, 0, count)]
+        began = time.perf_counter()
+        self.task.collate([self.task.fetch(self.train_data, i) for i in indices])
+        fetch_s = time.perf_counter() - began
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # A device that is the CPU itself leaves only the cores that its threads do not use.
+        spared = cpus - self.plan.threads * self.plan.devices if self.plan.device == "cpu" else cpus
+        workers, _why = auto_workers(max(1, spared), self.plan.devices, fetch_s, None)
+        return workers
 
     def _announce(self) -> None:
         assert self.loader is not None
         parameters = list(self.strategy.model.parameters())
         self.link.send(
             Ready(
-                step=self.step,
+                step=self.progress.step,
                 total_steps=self.total_steps,
                 steps_per_epoch=self.per_epoch,
                 samples=self.order.length,
@@ -200,14 +179,13 @@ class Trainer:
     # ---------------------------------------------------------------- the loop
 
     def _loop(self) -> None:
-        while self.step < self.total_steps and not self.stop_reason:
+        while not self.done and not self.stop_reason:
             shrink.until_it_fits(self, self._one_step)
-            self._report()
-            done = self.step >= self.total_steps
-            if done or self._due(self.job.validation.every):
+            if self.done or self._due(self.job.validation.every):
                 self._validate()
-            if done or self.stop_reason or self._save_now or self._due(self.job.checkpoint.every):
-                self._save()
+            if self.done or self.stop_reason or self._save_now or self._due(self.job.checkpoint.every):
+                self.reporter.enter(self.progress.step, "saving")
+                self.saving.save(self._lr_factor())
 
     def _one_step(self) -> None:
         """One optimizer step over one global batch: gradients, agreement, guard, update."""
@@ -220,17 +198,18 @@ class Trainer:
         with self.rescuer.changing():
             norm = self.strategy.step(self.job.clip, healthy=math.isfinite(loss) and weight > 0)
             verdict = health.judge(
-                step=self.step + 1, loss=loss, norm=norm, rules=self.rules, skipped_in_a_row=self.skipped,
-                precision=self.plan.precision,
+                step=self.progress.step + 1, loss=loss, norm=norm, rules=self.rules,
+                skipped_in_a_row=self.progress.skipped, precision=self.plan.precision,
             )  # fmt: skip
             if verdict.action != "stop":
                 self._advance(batch, loss, weight, verdict)
         if verdict.action == "stop":
             raise self._health_error(batch, verdict.reason, loss_sum)
-        self._records.append(
+        p = self.progress
+        self.reporter.add(
             StepRecord(
-                step=self.step, epoch=self.step / self.per_epoch, samples_seen=self._samples_seen(), loss=loss,
-                norm=norm, lr=lr, weight=weight, seconds=time.perf_counter() - began, data_s=data_s,
+                step=p.step, epoch=p.step / self.per_epoch, samples_seen=p.epoch * self.order.length + p.position,
+                loss=loss, norm=norm, lr=lr, weight=weight, seconds=time.perf_counter() - began, data_s=data_s,
             )
         )  # fmt: skip
 
@@ -250,7 +229,7 @@ class Trainer:
         micros = iter(batch.micro)
         micro = next(micros)
         data_s = time.perf_counter() - began
-        seed_everything(self.job.seed, self.step + 1, self.link.rank)
+        seed_everything(self.job.seed, self.progress.step + 1, self.link.rank)
         scale = devices / total if total > 0 else 0.0
         loss_sum: torch.Tensor | float = 0.0
         for slot in range(batch.slots):
@@ -273,9 +252,7 @@ class Trainer:
         clock calls for a save."""
         every = self.job.checkpoint.every
         clock = every is not None and every.unit == "minutes" and self.link.rank == 0
-        timed = clock and cadence.due(
-            every, step=0, per_epoch=1, minutes_since_last=(time.monotonic() - self._saved_s) / 60
-        )
+        timed = clock and cadence.due(every, step=0, per_epoch=1, minutes_since_last=self.saving.minutes_since_last)
         loss: float
         loss, stop, save = self.strategy.collectives.agree([loss_sum, float(self._told_to_stop()), float(timed)])
         if stop and not self.stop_reason:
@@ -290,7 +267,7 @@ class Trainer:
         return bool(self.stop_reason)
 
     def _lr_factor(self) -> float:
-        return schedule_factor(self.job.schedule, self.step, self.total_steps)
+        return schedule_factor(self.job.schedule, self.progress.step, self.total_steps)
 
     def _set_lr(self) -> float:
         factor = self._lr_factor()
@@ -301,14 +278,15 @@ class Trainer:
 
     def _advance(self, batch: Step, loss: float, weight: float, verdict: health.Verdict) -> None:
         """The step is complete, whether it was applied or skipped."""
-        self.step += 1
-        self.epoch, self.position = batch.resume
-        self.units_seen += weight
+        p = self.progress
+        p.step += 1
+        p.epoch, p.position = batch.resume
+        p.units_seen += weight
         if verdict.action == "ok":
-            self.skipped = 0
-            self.losses.append(loss)
+            p.skipped = 0
+            p.losses.append(loss)
             return
-        self.skipped += 1
+        p.skipped += 1
         if self.link.rank == 0:
             self.link.send(Note(text=f"{verdict.reason}: skipped, the weights are as before", warning=True))
 
@@ -319,10 +297,15 @@ class Trainer:
             indices = smoke.own_samples(batch, self.plan, self.link.rank)
         facts = smoke.batch_facts([self.train_data[i] for i in indices[:256]])
         lr = self.base_lrs[0] * self._lr_factor()
-        cause = health.likely_cause(facts=facts, lr=lr, precision=self.plan.precision, losses=list(self.losses))
+        cause = health.likely_cause(
+            facts=facts, lr=lr, precision=self.plan.precision, losses=list(self.progress.losses)
+        )
         shown = ", ".join(map(str, indices[:8])) + (f" and {len(indices) - 8} more" if len(indices) > 8 else "")
         return HealthError(
-            f"{reason}; samples {shown}", samples=tuple(indices), step=self.step + 1, hint=f"likely cause: {cause}"
+            f"{reason}; samples {shown}",
+            samples=tuple(indices),
+            step=self.progress.step + 1,
+            hint=f"likely cause: {cause}",
         )
 
     # ---------------------------------------------------------------- at intervals
@@ -330,79 +313,19 @@ class Trainer:
     def _due(self, every: cadence.Interval | None) -> bool:
         if every is None or every.unit == "minutes":
             return False  # the clock is agreed on in _agree
-        return cadence.due(every, step=self.step, per_epoch=self.per_epoch, minutes_since_last=0.0)
+        return cadence.due(every, step=self.progress.step, per_epoch=self.per_epoch, minutes_since_last=0.0)
 
     def _validate(self) -> None:
         if self.valid_data is None:
             return
         began = time.perf_counter()
-        self._report(force=True, phase="validating")
+        self.reporter.enter(self.progress.step, "validating")
         metrics = validate(self.task, self.strategy, self.valid_data, self.job.validation.batches, self.to_device,
                            beat=self._told_to_stop)  # fmt: skip
         if metrics is not None and self.link.rank == 0:
-            self.link.send(Validated(step=self.step, metrics=metrics, seconds=time.perf_counter() - began))
-
-    def _save(self) -> None:
-        if self._saved_step == self.step:
-            return
-        self._report(force=True, phase="saving")
-        # The copy lies in host memory; on a CPU device only the accounting tells the two apart.
-        with beyond_memory_cap(threads=0 if self._saved_once else SAVER_THREADS):
-            blocked = self.saver.snapshot(self.step, self.strategy.intervals("save"), self._meta())
-        self._saved_once = True
-        self._blocked_s[self.step] = blocked.waited_s + blocked.copied_s
-        self._saved_s, self._saved_step = time.monotonic(), self.step
-        if blocked.waited_s > 1.0:
-            text = (
-                f"rank {self.link.rank} waited {blocked.waited_s:.1f} s for the save before this one: the store is slow"
-            )
-            self.link.send(Note(text=text, warning=True))
-
-    def write_state(self, whole: bool) -> None:
-        """Writes the state as of the last completed step, for a rescue; runs on a side thread."""
-        try:
-            if whole:
-                alone = Saver(self.store, rank=0, world=1, attempt=self.assignment.attempt, on_part=self._part_written)
-                part = alone.emergency(self.step, self.strategy.intervals("whole"), self._meta())
-            else:
-                part = self.saver.emergency(self.step, self.strategy.intervals("save"), self._meta())
-        except Exception as error:  # a thread has nobody to raise to, and the launcher waits for an answer
-            known = (
-                error if isinstance(error, RungError) else StorageError(f"saving step {self.step} failed: {error!r}")
-            )
-            self.link.send(SaveFailed(step=self.step, error=known))
-            return
-        self._part_written(part)
-
-    def _part_written(self, part: Part) -> None:
-        """Called by the saver's thread once this rank's part is in the store."""
-        self.link.send(Saved(part=part, blocked_s=self._blocked_s.pop(part.step, 0.0)))
-
-    def _meta(self) -> dict[str, Any]:
-        trainer = {
-            "losses": list(self.losses), "skipped": self.skipped, "units_seen": self.units_seen,
-            "total_steps": self.total_steps, "lr_factor": self._lr_factor(), "filter": self.prepared.filter,
-        }  # fmt: skip
-        return {
-            "epoch": self.epoch, "position": self.position, "aliases": self.aliases, "trainer": trainer,
-            "healthy": self.skipped == 0, "order": self.order.fingerprint,
-        }  # fmt: skip
+            self.link.send(Validated(step=self.progress.step, metrics=metrics, seconds=time.perf_counter() - began))
 
     # ---------------------------------------------------------------- small things
-
-    def _samples_seen(self) -> int:
-        return self.epoch * self.order.length + self.position
-
-    def _report(self, *, force: bool = False, phase: str = "training") -> None:
-        self.link.beat(self.step, phase)
-        now = time.monotonic()
-        if self.link.rank == 0 and self._records and (force or now - self._reported_s >= REPORT_S):
-            memory = self.memory
-            self.link.send(
-                Steps(records=tuple(self._records), memory_bytes=memory.now(), memory_limit_bytes=memory.limit)
-            )
-            self._records.clear()
-            self._reported_s = now
 
     def to_device(self, batch: Any) -> Any:
         """The batch on this worker's device."""
@@ -411,7 +334,7 @@ class Trainer:
     def _close(self) -> None:
         if self.loader is not None:
             self.loader.close()
-        self.saver.close()
+        self.saving.close()
         self.strategy.close()
 
 
