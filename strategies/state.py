@@ -96,18 +96,17 @@ def materialise(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     """
     made: list[torch.nn.Parameter] = []
     groups = optimizer.param_groups
+    # Listed first: a step hook may exchange what a group holds (ZeRO's does).
+    wanted = [(group, p) for group in groups for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
     try:
-        for group in groups:
-            for parameter in group["params"]:
-                if optimizer.state.get(parameter) or not parameter.requires_grad:
-                    continue
-                stand_in = torch.nn.Parameter(parameter.detach().clone())
-                stand_in.grad = torch.zeros_like(stand_in)
-                optimizer.param_groups = [{**group, "params": [stand_in]}]
-                optimizer.step()
-                if state := optimizer.state.pop(stand_in, None):
-                    optimizer.state[parameter] = state
-                    made.append(parameter)
+        for group, parameter in wanted:
+            stand_in = torch.nn.Parameter(parameter.detach().clone())
+            stand_in.grad = torch.zeros_like(stand_in)
+            optimizer.param_groups = [{**group, "params": [stand_in]}]
+            optimizer.step()
+            if state := optimizer.state.pop(stand_in, None):
+                optimizer.state[parameter] = state
+                made.append(parameter)
     finally:
         optimizer.param_groups = groups
     return made
