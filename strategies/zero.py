@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from rung.strategies import checkpointing, zero_runtime
-from rung.strategies.base import MakeModel, MakeOptimizer, Strategy
+from rung.strategies import checkpointing, zero_disk, zero_ops, zero_runtime
+from rung.strategies.base import MakeModel, MakeOptimizer, Purpose, Strategy
 from rung.strategies.collectives import DEADLINE_S, Collectives, device_of, naming_peers
 from rung.strategies.errors import JobError
 from rung.strategies.plan import Plan
@@ -61,6 +61,7 @@ class ZeroStrategy(Strategy):
 
     def build(self, make_model: MakeModel, make_optimizer: MakeOptimizer) -> None:
         self._undo.enter_context(zero_runtime.started(self.plan, self.rank, self.device))
+        zero_ops.build(self.plan, deadline_s=self._deadline_s)
         with self._peers("while the model was partitioned"):
             self._build(make_model, make_optimizer)
 
@@ -124,6 +125,8 @@ class ZeroStrategy(Strategy):
 
     def step(self, clip: float | None, *, healthy: bool = True) -> float:
         self._zero.clip_grad = clip or 0.0
+        if self.plan.offload_optimizer == "disk":
+            zero_disk.fill_missing_gradients(self._zero)
         with self._peers("while updating weights"), contextlib.nullcontext() if healthy else _rejecting(self._zero):
             self._engine.step()
         self._forget_gradients()
@@ -142,8 +145,16 @@ class ZeroStrategy(Strategy):
         zero_runtime.forget_gradients(self._zero)
         self._state.fragmented.used.clear()
 
-    def intervals(self, purpose: Literal["save", "load"]) -> list[Interval]:
-        return self._state.load() if purpose == "load" else self._state.save()
+    def intervals(self, purpose: Purpose) -> list[Interval]:
+        """As the base class says; "whole" adds what every rank has in full (buffers, under stages 1 and 2 frozen
+        weights) to this rank's part: of what is partitioned, no rank holds more."""
+        match purpose:
+            case "load":
+                return self._state.load()
+            case "whole":
+                return self._state.save(alone=True)
+            case "save":
+                return self._state.save()
 
     def restored(self) -> None:
         self._state.restored()
@@ -171,6 +182,9 @@ class ZeroStrategy(Strategy):
         with contextlib.suppress(Exception):  # restores globals; a broken group must not hide the first error
             self._undo.close()
         gc.collect()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # what is left lies in the run's scratch folder
+                zero_disk.remove_files(self._folder, self.rank)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.collectives.close()

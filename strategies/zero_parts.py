@@ -122,6 +122,7 @@ class Fragmented:
             if all(part.view is not None for part in parts if part.index == index)
         }
         self._flat_lists: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        self._held = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -131,18 +132,22 @@ class Fragmented:
             self._split_state(flat)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        self._expand(optimizer, with_gradients=True)
+        if not self._held:
+            self._expand(optimizer, with_gradients=True)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        self._collapse()
+        if not self._held:
+            self._collapse()
 
     @contextlib.contextmanager
     def expanded(self) -> Iterator[None]:
         """The optimizer's groups hold fragments, without gradients, inside this context."""
         self._expand(self._optimizer, with_gradients=False)
+        self._held = True
         try:
             yield
         finally:
+            self._held = False
             self._collapse()
 
     def _expand(self, optimizer: torch.optim.Optimizer, *, with_gradients: bool) -> None:

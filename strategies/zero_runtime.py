@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rung.strategies import zero_disk
 from rung.strategies.plan import Plan
 
 _log = logging.getLogger("rung")
@@ -151,6 +152,8 @@ def forget_gradients(zero: Any) -> None:
     for flat in getattr(zero, "fp32_partitioned_groups_flat", getattr(zero, "single_partition_of_fp32_groups", [])):
         if flat.grad is not None:
             flat.grad.zero_()
+    if getattr(zero, "swap_optimizer", False):
+        zero_disk.forget_gradients(zero)
     for kept in getattr(zero, "accumulated_grads_in_cpu", {}).values():
         kept.zero_()
 

@@ -12,7 +12,8 @@ import torch
 from rung.strategies.precision import LossScale
 from rung.strategies.shards import Interval
 from rung.strategies.state import buffers, materialise, parameters
-from rung.strategies.zero_parts import Fragment, Fragmented, fragments, partitions, shape_of
+from rung.strategies.zero_disk import DiskState, weight_part
+from rung.strategies.zero_parts import Fragment, Fragmented, fragments, on_disk, partitions, shape_of
 
 
 def verify_owned(
@@ -76,6 +77,7 @@ class ZeroState:
         self._loss_scale = loss_scale
         self.parts: list[Fragment] = fragments(zero, self.names)
         self.fragmented = Fragmented(inner, partitions(zero), self.parts)
+        self._disk = DiskState(zero, inner)
         self._made: list[torch.Tensor] = []
         self._staged: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
 
@@ -83,13 +85,14 @@ class ZeroState:
         """`model/<parameter>` -> its elements, for `verify_owned`."""
         return {f"model/{name}": _count(shape_of(parameter)) for parameter, name in self.names.items()}
 
-    def save(self) -> list[Interval]:
-        """What this rank owns: views of the live state, of swap files for what is on disk."""
+    def save(self, *, alone: bool = False) -> list[Interval]:
+        """What this rank owns: views of the live state, of swap files for what is on disk. `alone`: with all that it
+        has in full, as if there were no other rank."""
         found = []
-        if self._rank == 0:
+        if self._rank == 0 or alone:
             found += [_whole(f"model/{name}", tensor) for name, tensor in buffers(self._module).items()]
             found += [_whole(name, torch.tensor(value, dtype=torch.float64)) for name, value in self._numbers().items()]
-        found += self._frozen(loading=False)
+        found += self._frozen(full=alone)
         for part in self.parts:
             found += self._fragment(part, loading=False)
         return found
@@ -103,7 +106,7 @@ class ZeroState:
             staging = torch.full((1,), torch.nan, dtype=torch.float64)
             self._staged.append((staging, _number_setter(self._loss_scale, name, type(value))))
             found.append(Interval(name=name, shape=(), dtype=staging.dtype, start=0, data=staging))
-        found += self._frozen(loading=True)
+        found += self._frozen(full=True)
         for part in self.parts:
             found += self._fragment(part, loading=True)
         return found
@@ -119,12 +122,13 @@ class ZeroState:
             if any(_unfilled(value) for value in state.values()):
                 del self._inner.state[view]
         self._made.clear()
+        self._disk.restored()
 
     def _numbers(self) -> dict[str, float]:
         scale = self._loss_scale
         return {} if scale is None else {f"optim.loss_{key}/all": getattr(scale, key) for key in _SCALE_KEYS}
 
-    def _frozen(self, *, loading: bool) -> list[Interval]:
+    def _frozen(self, *, full: bool) -> list[Interval]:
         """Weights that are not trained. Stages 1 and 2 hold them whole: each rank needs all and saves a share."""
         found = []
         for parameter, name in self.names.items():
@@ -135,8 +139,8 @@ class ZeroState:
             start = min(part * self._rank, count)
             length = min(part, count - start)
             if hasattr(parameter, "ds_id"):
-                data = _cut_weight(parameter).narrow(0, 0, length)
-            elif loading:
+                data = weight_part(parameter, shared=full).narrow(0, 0, length)
+            elif full:
                 start, data = 0, parameter.detach().view(-1)
             else:
                 data = parameter.detach().reshape(-1).narrow(0, start, length)
@@ -147,7 +151,8 @@ class ZeroState:
         return found
 
     def _fragment(self, part: Fragment, *, loading: bool) -> list[Interval]:
-        assert part.view is not None
+        if part.view is None:
+            return self._disk.fragment(part, loading=loading)
         found = [_run(f"model/{part.name}", part, part.view.detach())]
         state = self._inner.state.get(part.view, {})
         for key in sorted(state):
@@ -181,13 +186,20 @@ class ZeroState:
 
     def _materialise_stage3(self) -> None:
         # DeepSpeed keeps the groups empty between steps.
-        for index in range(len(partitions(self._zero))):
+        for index, flat in enumerate(partitions(self._zero)):
             group = self._inner.param_groups[self._zero.sub_group_to_group_id[index]]
-            group["params"] = [part.view for part in self.parts if part.index == index]
+            disk = on_disk(self._zero, index)
+            if disk:
+                self._zero._optimizer_states_and_gradient_swap_in(index)
+            group["params"] = [flat] if disk else [part.view for part in self.parts if part.index == index]
             try:
-                self._made += materialise(self._inner)
+                made = materialise(self._inner)
             finally:
                 group["params"] = []
+            if disk:
+                self._zero._optimizer_states_and_gradient_swap_out(index)
+            else:
+                self._made += made
 
 
 _SCALE_KEYS = ("scale", "clean_steps")
@@ -199,11 +211,6 @@ def _whole(name: str, tensor: torch.Tensor) -> Interval:
 
 def _run(name: str, part: Fragment, data: torch.Tensor) -> Interval:
     return Interval(name=name, shape=part.shape, dtype=data.dtype, start=part.start, data=data)
-
-
-def _cut_weight(parameter: Any) -> torch.Tensor:
-    part: torch.Tensor = parameter.ds_tensor.detach().view(-1)
-    return part
 
 
 def _mark(value: object) -> None:
