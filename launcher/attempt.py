@@ -149,7 +149,9 @@ class Attempt:
             case OutOfMemory() as said:
                 self._on_out_of_memory(event.rank, said)
             case Position() as position:
-                self.positions[event.rank] = position
+                before = self.positions.get(event.rank)
+                if before is None or not before.failing:  # a worker that fails has said all there is to say
+                    self.positions[event.rank] = position
             case Finished() as finished:
                 self.finished[event.rank] = finished
 
