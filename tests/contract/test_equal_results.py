@@ -8,7 +8,8 @@ import torch
 from contract_cases import CASES, Case
 from harness import GROUPS, Result, plan_of, reference, refused, results
 
-pytestmark = pytest.mark.slow
+# The first test of a group waits for all that the group runs.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def close(actual: np.ndarray | list[float], expected: np.ndarray | list[float], scale: float) -> bool:

@@ -8,7 +8,8 @@ import pytest
 from contract_cases import MOVING
 from harness import GROUPS, Result, Saved, assemble, load_and_run, plan_of, reference, run_and_save, run_group
 
-pytestmark = pytest.mark.slow
+# The first test of a group waits for all that the group runs.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # float32 rounding, grown over twelve steps.
 TOLERANCE = 2e-5
