@@ -52,10 +52,12 @@ class Examiner:
         self.dataset = dataset
         self.label = label
         self.limits = dict(limits or {})
+        # Where the task tells labels, the field that holds them would only say the same again.
+        of_fields = {path: lim for path, lim in self.limits.items() if label is None or lim.what != "label"}
         self.labels_only = labels_only
         self.places = Places()
         self._block = 64
-        self._fields = Fields(self.limits, deep=deep)
+        self._fields = Fields(of_fields, deep=deep)
 
     def __call__(self, _epoch: int, indices: list[int], *, preserve: bool) -> Seen:  # noqa: ARG002
         """`_epoch` and `preserve` are what the loader's processes pass; a check needs neither."""
@@ -64,8 +66,9 @@ class Examiner:
         parts: list[Seen] = []
         at = 0
         while at < len(indices):
-            part = self._block_seen(indices[at : at + self._block])
-            at += self._block
+            block = indices[at : at + self._block]
+            at += len(block)
+            part = self._block_seen(block)
             whole.merge(part)
             parts.append(part)
         if len(parts) > 1:

@@ -223,7 +223,7 @@ def _duplicates(split: Split) -> Iterator[Finding]:
     if len(copies):
         pairs = _pairs(copies, originals)
         yield _finding(
-            Level.WARNING, "duplicates.exact", f"{split.name}: {len(copies):,} copies, such as {pairs}{part}"
+            _weight(copies, split), "duplicates.exact", f"{split.name}: {len(copies):,} copies, such as {pairs}{part}"
         )
     looks = np.flatnonzero(near != 0)
     first = np.unique(exact[looks], return_index=True)[1]
