@@ -3,10 +3,11 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
+from rung.launcher import cli_checkpoint
 from rung.launcher.version import VERSION
 
 app = typer.Typer(
@@ -19,9 +20,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(cli_checkpoint.app, name="checkpoint")
+
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="The job file, such as job.yaml.")]
 Sets = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads the annotation at run time on Python 3.10 too
+    list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Overrides a field, such as optimizer.lr=0.01. May be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -98,6 +101,44 @@ def hardware(as_json: AsJson = False) -> None:
         typer.echo(json.dumps(to_dict(found), indent=1))
         return
     for line in describe(found):
+        typer.echo(line)
+
+
+@app.command()
+def doctor(
+    job: Annotated[Path | None, typer.Argument(metavar="[JOB]", help="Also check what this job needs.")] = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
+    deadline: Annotated[float, typer.Option(min=5, help="Seconds that all checks may take.")] = 120.0,
+) -> None:
+    """Check the environment: versions, compilers, memory, disk, store, network; say what mends it."""
+    from dataclasses import asdict
+
+    from rung.launcher import doctor as doctoring
+    from rung.launcher.job import load
+    from rung.launcher.report import finding_lines
+    from rung.launcher.watch.progress import View
+
+    findings = doctoring.full(load(job, sets or ()) if job is not None else None, deadline_s=deadline)
+    if as_json:
+        typer.echo(json.dumps([asdict(f) for f in findings], indent=1))
+    else:
+        with View() as view:
+            for text, style in map(finding_lines, findings):
+                view.say(text, style=style)
+    raise typer.Exit(doctoring.exit_code(findings))
+
+
+@app.command()
+def explain(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="The run folder; the newest here if left out.")
+    ] = None,
+) -> None:
+    """Say in one screen how a run ended: what happened, what was tried, what to change."""
+    from rung.launcher import explain as explaining
+
+    for line in explaining.explain(run or explaining.newest_run(Path.cwd())):
         typer.echo(line)
 
 

@@ -12,14 +12,21 @@ from rung.strategies.errors import Interrupted, RungError
 from rung.strategies.findings import Finding, Level
 
 
+def finding_lines(finding: Finding) -> tuple[str, str]:
+    """The text of a finding, and its colour."""
+    text = f"{finding.level.value:<10} {finding.subject}: {finding.fact}"
+    if finding.level is not Level.OK:
+        text += f"\n           {finding.why}" if finding.why else ""
+        text += f"\n           → {finding.fix}" if finding.fix else ""
+    return text, {Level.ERROR: "red", Level.WARNING: "yellow", Level.OK: ""}[finding.level]
+
+
 def show_findings(view: View, findings: list[Finding]) -> None:
     """Prints warnings and errors; what is well is left unsaid."""
-    for f in findings:
-        if f.level is not Level.OK:
-            style = "red" if f.level is Level.ERROR else "yellow"
-            more = f"\n           {f.why}" if f.why else ""
-            more += f"\n           → {f.fix}" if f.fix else ""
-            view.say(f"{f.level.value:<10} {f.subject}: {f.fact}{more}", style=style)
+    for finding in findings:
+        if finding.level is not Level.OK:
+            text, style = finding_lines(finding)
+            view.say(text, style=style)
 
 
 def show_plan(view: View, ladder: Ladder) -> None:

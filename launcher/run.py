@@ -95,7 +95,8 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
         outcome = attempt.run()
         view.pause()
         folder.event("outcome", reason=outcome.reason, step=outcome.step, cause=outcome.cause,
-                     peak_bytes=outcome.peak_bytes, headline=outcome.headline)  # fmt: skip
+                     peak_bytes=outcome.peak_bytes, headline=outcome.headline,
+                     explanation=said_by(outcome))  # fmt: skip
         lease.check()
         if outcome.reason == "done":
             return outcome
@@ -131,6 +132,14 @@ def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:
     while time.monotonic() < until and context.signals.first is None:
         time.sleep(0.05)
     recovery.plan = decision.plan
+
+
+def said_by(outcome: Outcome) -> str:
+    """What the run's events keep about a failure: its own error where it has one, else the verdict."""
+    if outcome.reason != "failed":
+        return ""
+    text = getattr(outcome.error, "traceback_text", "")
+    return (f"{text.rstrip()}\n" if text else "") + str(outcome.error) if outcome.error else outcome.explanation
 
 
 def failure(outcome: Outcome, decision: GiveUp) -> RungError:

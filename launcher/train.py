@@ -120,7 +120,13 @@ class Trainer:
         if self.prepared.class_weights is not None:
             self.task.use_class_weights(self.prepared.class_weights.to(self.strategy.device))
         self.base_lrs = [group["lr"] for group in self.strategy.optimizer.param_groups]
-        extra = {"total_steps": self.total_steps, "order": self.order.fingerprint, "filter": self.prepared.filter}
+        extra: dict[str, Any] = {
+            "total_steps": self.total_steps,
+            "order": self.order.fingerprint,
+            "filter": self.prepared.filter,
+        }
+        if (hf_config := getattr(self.task.task, "hf_config", None)) is not None:
+            extra["hf_config"] = hf_config() if callable(hf_config) else hf_config
         self.saving = Saving(self.link, self.job, self.assignment, self.strategy, self.progress, extra)
 
     def _restore(self) -> None:
