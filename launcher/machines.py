@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rung.cluster.catalog import GB, LINKS, Inventory, Link, Node, default_link, device_like
+from rung.cluster.gpus import Device
+from rung.cluster.hardware import Hardware
 from rung.launcher.steptime import Setting
 from rung.strategies.memory import DeviceFacts, HostFacts
 from rung.strategies.plan import DeviceType
@@ -155,7 +156,7 @@ class Pool:
         return Choice(setting=setting, free_bytes=host.free_bytes // per_node, threads=threads)
 
 
-def inventory_of(hardware: Any) -> Inventory:
+def inventory_of(hardware: Hardware | Inventory) -> Inventory:
     """An Inventory as it is, or from what the probe of this machine found (`rung.cluster.hardware.Hardware`)."""
     if isinstance(hardware, Inventory):
         return hardware
@@ -163,12 +164,14 @@ def inventory_of(hardware: Any) -> Inventory:
     facts = HostFacts(
         total_bytes=host.memory_total_bytes,
         free_bytes=host.memory_available_bytes,
-        cores=max(1, int(host.cpus)),
+        cores=max(1, min(int(host.cpus), host.physical_cpus or int(host.cpus))),
         disk_bytes=host.disk_free_bytes,
     )
     devices = tuple(_device(device) for device in hardware.devices if device.kind != "cpu")
-    devices += (cpu_device(facts, bf16=any(d.kind == "cpu" and d.bf16 for d in hardware.devices)),)
+    devices += (cpu_device(facts, bf16=host.cpu_bf16),)
     link = default_link(devices)
+    if any(link_.kind in ("nvlink", "xgmi") for device in hardware.devices for link_ in device.links):
+        link = LINKS["xgmi" if any(device.vendor == "amd" for device in hardware.devices) else "nvlink3"]
     return Inventory(nodes=(Node(devices=devices, host=facts, link=link),), network=LINKS["memory"])
 
 
@@ -189,7 +192,7 @@ def cpu_device(host: HostFacts, *, bf16: bool = False) -> DeviceFacts:
     )
 
 
-def _device(device: Any) -> DeviceFacts:
+def _device(device: Device) -> DeviceFacts:
     """A probed accelerator, with the rates of the library's device of that name, else of a middling one."""
     like = device_like(device.name, device.total_bytes)
     base = like or DeviceFacts(

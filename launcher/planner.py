@@ -26,6 +26,7 @@ _OFFLOADS: tuple[tuple[StrategyName, Offload, Offload], ...] = (
     ("zero2", "host", "none"),
     ("zero3", "host", "none"),
     ("zero3", "host", "host"),
+    ("zero3", "disk", "none"),
     ("zero3", "disk", "host"),
     ("zero3", "disk", "disk"),
 )

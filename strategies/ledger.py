@@ -28,11 +28,13 @@ class Phase:
 
 @dataclass(kw_only=True, slots=True)
 class Work:
-    """Operations since the last question: FLOPs of products, bytes moved by the rest, and how many there were."""
+    """Operations since the last question: FLOPs of products, bytes moved by the rest, how many there were, and the
+    bytes of the largest convolution's kernel (0 for none)."""
 
     flops: float = 0.0
     moved: float = 0.0
     operations: int = 0
+    kernel_bytes: int = 0
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,6 +112,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work = self._work
         if (formula := flop_registry.get(packet)) is not None:
             work.flops += formula(*args, **kwargs, out_val=out)
+            if packet.__name__ == "convolution":
+                work.kernel_bytes = max(work.kernel_bytes, size_of(args[1]))
         elif packet.__name__.startswith(CPU_FLASH):
             work.flops += _attention_flops(packet.__name__, args)
         elif func.is_view:

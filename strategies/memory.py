@@ -30,6 +30,15 @@ ZERO_BUCKET_ELEMENTS = 50_000_000
 ZERO3_PREFETCH_ELEMENTS = 50_000_000
 ZERO3_LIVE_ELEMENTS = 100_000_000
 
+# Measured on a CPU, with what `PRELOAD` of the launcher imports in place (see `_overhead`).
+LIBRARIES_BYTES = 15 * MIB
+THREAD_BYTES = 10 * MIB
+CONVOLUTION_BYTES = 24 * MIB
+GLOO_BYTES = 20 * MIB
+# glibc's malloc.h: the least size of a block that is mapped by itself.
+M_MMAP_THRESHOLD = -3
+STEADY_BYTES = 512 * 2**10
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
@@ -107,7 +116,7 @@ def predict(profile: Profile, plan: Plan, factors: Factors | None = None) -> Acc
     """The account of one worker under `plan`."""
     factors = factors or Factors()
     items = [*_state(profile, plan), *_transient(profile, plan, factors), *_communication(profile, plan)]
-    items += _overhead(plan, factors, sum(item.device_bytes for item in items))
+    items += _overhead(profile, plan, factors, items)
     if plan.device == "cpu":
         # One memory: what the device holds is host memory too.
         items = [replace(item, host_bytes=item.host_bytes + item.device_bytes) for item in items]
@@ -194,21 +203,43 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
 
 
 def _communication(profile: Profile, plan: Plan) -> list[Item]:
-    """Buckets. DDP: its gradients live in the buckets, which are counted as gradients already. ZeRO: two contiguous
-    reduce buckets (overlap_comm doubles the buffer, DeepSpeed's stage_1_and_2.py) and, for stages 1 and 2, one
-    all-gather bucket; none is larger than the model."""
-    if plan.strategy == "single" or plan.zero_stage == 0:
+    """Buckets. DDP: the gradients end up in its buckets, which are there from the start (PyTorch's reducer.cpp with
+    gradient_as_bucket_view); while micro-batches accumulate, their sum waits beside the buckets. ZeRO: two contiguous
+    reduce buckets (overlap_comm doubles the buffer, DeepSpeed's stage_1_and_2.py); none is larger than the model."""
+    if plan.strategy == "ddp" and plan.devices > 1:
+        waiting = profile.gradient_bytes if accumulation(plan) > 1 else 0
+        items = [Item(name="accumulated gradients", device_bytes=waiting, source="beside DDP's buckets")]
+        return (
+            [*items, Item(name="gloo", device_bytes=GLOO_BYTES, source="measured")] if plan.device == "cpu" else items
+        )
+    if plan.zero_stage == 0:
         return []
     elements = min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
-    return [Item(name="buckets", device_bytes=2 * elements * weight_width(plan), source="2 reduce buckets")]
+    copies = 2 if plan.device == "cuda" and plan.offload_optimizer == "none" else 1
+    return [Item(name="buckets", device_bytes=copies * elements * 4, source=f"{copies} reduce buckets, fp32")]
 
 
-def _overhead(plan: Plan, factors: Factors, so_far: int) -> list[Item]:
-    """Allocator slack, the device's context and libraries' workspaces."""
+def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item]) -> list[Item]:
+    """Allocator slack, the device's context and libraries' workspaces. The CPU's numbers were measured on glibc 2.36
+    with `benchmarks/memory.py`: with the steady allocator, only what libraries load on first use and oneDNN's copies of
+    a convolution's kernel; with glibc's own, freed blocks stay in the heap, about half of what comes and goes."""
     extra = Item(name="measured extra", device_bytes=factors.device_bytes, source=f"{factors.runs} measured runs")
+    so_far = sum(item.device_bytes for item in items)
     if plan.device == "cpu":
-        slack = 8 * MIB + so_far // 50
-        return [Item(name="allocator and libraries", device_bytes=slack, source="8 MiB and 2%"), extra]
+        libraries = LIBRARIES_BYTES + THREAD_BYTES * (plan.threads - 1)
+        if profile.kernel_bytes:
+            libraries += CONVOLUTION_BYTES + 2 * profile.kernel_bytes
+        slack = so_far // 200
+        if plan.memory_cap_bytes is None:
+            moving = sum(item.device_bytes for item in items if item.name in ("activations", "gradients"))
+            slack += moving * 2 // 5
+        return [
+            Item(name="libraries", device_bytes=libraries, source="measured: first use of torch, MKL and oneDNN"),
+            Item(
+                name="allocator", device_bytes=slack, source="measured: " + ("0.5%" if plan.memory_cap_bytes else "40%")
+            ),
+            extra,
+        ]
     if plan.device == "mps":
         return [Item(name="allocator and libraries", device_bytes=256 * MIB + so_far // 20, source="measured"), extra]
     nccl = 300 * MIB if plan.devices > 1 else 0
@@ -223,4 +254,19 @@ def _overhead(plan: Plan, factors: Factors, so_far: int) -> list[Item]:
 def _error(plan: Plan, factors: Factors) -> float:
     if factors.error is not None:
         return max(0.02, factors.error)
-    return 0.05 if plan.device == "cpu" else 0.08
+    if plan.device == "cpu":
+        return 0.06 if plan.memory_cap_bytes else 0.15
+    return 0.08
+
+
+def steady_allocator() -> bool:
+    """Makes this process's memory follow what is alive: every block of half a MiB or more is mapped by itself and given
+    back when freed (glibc's `mallopt`), so that a prediction can be kept to a few percent under a cap. It costs time
+    (5 to 30% on small models, next to nothing on large ones), so it is for capped CPU workers only. Call it before the
+    model is built. Returns False where the C library has no such choice."""
+    import ctypes
+
+    try:
+        return bool(ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, STEADY_BYTES))
+    except (AttributeError, OSError):
+        return False

@@ -70,6 +70,7 @@ def profile_task(
         plain=_activity(runs, check),
         checkpointed=recomputed,
         largest_parameter=facts.largest_parameter,
+        kernel_bytes=facts.kernel_bytes,
         longest=longest,
     )
 
@@ -104,6 +105,7 @@ class _Facts:
     foreach_step_bytes: int
     buffer_bytes: int
     largest_parameter: int
+    kernel_bytes: int
     groups: tuple[ParameterGroup, ...]
     can_checkpoint: bool
 
@@ -117,6 +119,7 @@ class _Run:
     flops: float
     moved: float
     operations: int
+    kernel_bytes: int
     input_bytes: int
 
 
@@ -164,6 +167,7 @@ def _session(
             foreach_step_bytes=update[2],
             buffer_bytes=sum(size_of(buffer) for buffer in model.buffers()),
             largest_parameter=max((p.numel() for p in model.parameters()), default=0),
+            kernel_bytes=max(run.kernel_bytes for run in runs),
             groups=_groups(model),
             can_checkpoint=can,
         )
@@ -183,6 +187,7 @@ def _traced(task: Any, model: torch.nn.Module, batch: Any, amp: Amp, ledger: Led
         flops=work.flops,
         moved=work.moved,
         operations=work.operations,
+        kernel_bytes=work.kernel_bytes,
         input_bytes=sum(map(size_of, tensors)),
     )
 

@@ -1,0 +1,131 @@
+"""Real steps in throw-away processes, with the process's own memory watched while they run."""
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from rung.strategies.plan import Plan, cut
+
+PRELOAD = [
+    "torch._dynamo",
+    "benchmarks.memory_cases",
+    "rung.strategies.make",
+    "rung.strategies.ddp",
+    "rung.strategies.zero",
+]
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """`peak_bytes`: the most private memory of a worker above its baseline. `error`: why it failed, if it did."""
+
+    peak_bytes: int = 0
+    step_s: float = 0.0
+    error: str = ""
+
+
+class Watch(threading.Thread):
+    """Reads what RLIMIT_DATA counts (statm's sixth field) twice a millisecond."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._file = os.open("/proc/self/statm", os.O_RDONLY)
+        self._end = False
+        self.baseline = self.peak = self.now()
+
+    def now(self) -> int:
+        """Bytes at this moment."""
+        return int(os.pread(self._file, 200, 0).split()[5]) * PAGE
+
+    def run(self) -> None:
+        """Until `stop`."""
+        while not self._end:
+            self.peak = max(self.peak, self.now())
+            time.sleep(0.0005)
+
+    def stop(self) -> int:
+        """The peak above the baseline."""
+        self._end = True
+        self.join()
+        return self.peak - self.baseline
+
+
+def measure(number: int, plan: Plan, *, steps: int = 2, deadline_s: float = 120.0) -> Measured:
+    """Runs a few real steps of case `number` under `plan`, one process for each device; the worst of them counts."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, workers = [], []
+        for rank in range(plan.devices):
+            ours, theirs = context.Pipe(duplex=False)
+            worker = context.Process(target=_work, args=(number, plan, rank, folder, steps, theirs), daemon=True)
+            worker.start()
+            theirs.close()
+            pipes.append(ours)
+            workers.append(worker)
+        found = [_answer(pipe, deadline_s) for pipe in pipes]
+        for worker in workers:
+            worker.join(10)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+    if errors := [entry.error for entry in found if entry.error]:
+        return Measured(error=next((e for e in errors if "emory" in e), errors[0]))
+    return Measured(peak_bytes=max(e.peak_bytes for e in found), step_s=max(e.step_s for e in found))
+
+
+def _answer(pipe: Any, deadline_s: float) -> Measured:
+    with contextlib.suppress(EOFError):
+        if pipe.poll(deadline_s):
+            return pipe.recv()
+        return Measured(error=f"no answer in {deadline_s} s")
+    return Measured(error="the process died")
+
+
+def _work(number: int, plan: Plan, rank: int, folder: str, steps: int, pipe: Any) -> None:
+    import torch
+
+    from benchmarks.memory_cases import all_cases
+    from rung.cluster.link import apply_memory_cap
+    from rung.strategies.make import make_strategy
+    from rung.strategies.memory import steady_allocator
+
+    torch.set_num_threads(plan.threads)
+    case = all_cases()[number]
+    watch = Watch()
+    if plan.memory_cap_bytes is not None:
+        steady_allocator()
+        apply_memory_cap(plan.memory_cap_bytes)
+    watch.start()
+    try:
+        store = torch.distributed.FileStore(os.path.join(folder, "store"), plan.devices) if plan.devices > 1 else None
+        if plan.zero_stage and plan.devices == 1:
+            store = torch.distributed.FileStore(os.path.join(folder, "store"), 1)
+        strategy = make_strategy(plan, rank, store)
+        torch.manual_seed(0)
+        strategy.build(case.model, case.make_optimizer)
+        began = time.perf_counter()
+        for _ in range(steps):
+            _step(case, plan, rank, strategy)
+        step_s = (time.perf_counter() - began) / steps
+        pipe.send(Measured(peak_bytes=watch.stop(), step_s=step_s))
+    except Exception as error:  # the parent prints it: a case that fails is a result
+        pipe.send(Measured(error=f"{type(error).__name__}: {str(error)[:200]}"))
+    os._exit(0)
+
+
+def _step(case: Any, plan: Plan, rank: int, strategy: Any) -> None:
+    slices = cut(plan.global_batch, plan).slices[rank]
+    for index, (start, stop) in enumerate(slices):
+        batch = case.sample(stop - start)
+        with strategy.micro(last=index == len(slices) - 1):
+            loss = case.loss(strategy.model, batch)
+            strategy.backward(loss * ((stop - start) * plan.devices / plan.global_batch))
+        del loss
+    strategy.step(1.0)
