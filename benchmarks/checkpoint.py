@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,15 +28,18 @@ from rung.launcher.storage import Store
 
 MIB = 1 << 20
 Times = dict[str, list[float]]
+Contenders = dict[str, Callable[[], object]]
 
 
 def take_turns(
     rounds: int, contenders: dict[str, Callable[[], object]], before: Callable[[], None] | None = None
 ) -> Times:
-    """Seconds of each contender in each round; one warm-up round is not counted."""
-    times: Times = defaultdict(list)
+    """Seconds of each contender in each round, each time in another order; one warm-up round is not counted."""
+    times: Times = {name: [] for name in contenders}
     for number in range(rounds + 1):
-        for name, run in contenders.items():
+        names = list(contenders)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            run = contenders[name]
             if before is not None:
                 before()
             began = time.perf_counter()
@@ -235,7 +237,7 @@ def local(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
     what = f"{ours.nbytes / MIB:.0f} MiB in {tensors:,} tensors"
     target = memoryview(bytearray(sum(f.stat().st_size for f in ours.files)))
     threads = ours.store.parallel
-    loads: dict[str, Callable[[], object]] = {
+    loads: Contenders = {
         "parallel raw read": lambda: raw_read(ours.files, target, threads),
         "rung, verified": ours.load,
     }
@@ -259,7 +261,7 @@ def local(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
     show(f"blocked: {what}", blocked, ours.nbytes, "plain copy of each tensor", {"rung, blocked": "aim >= 0.83"})
 
     data = memoryview(bytearray(ours.nbytes))
-    saves: dict[str, Callable[[], object]] = {
+    saves: Contenders = {
         "raw write + fsync, 4 files": lambda: raw_write(folder / "raw", data, 4),
         "rung, durable and committed": ours.save,
     }
@@ -302,7 +304,10 @@ def others(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
     def dcp_save() -> None:
         dcp.save(state, storage_writer=FileSystemWriter(dist, thread_count=4), no_dist=True)
 
-    saves: dict[str, Callable[[], object]] = {
+    def dcp_load() -> None:
+        dcp.load(into, storage_reader=FsspecReader(str(dist)), no_dist=True)
+
+    saves: Contenders = {
         "rung": ours.save,
         "torch.save + fsync": torch_save,
         "safetensors + fsync": safe_save,
@@ -319,12 +324,12 @@ def others(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
         for name, tensor in found.items():
             into[name].copy_(tensor)
 
-    loads: dict[str, Callable[[], object]] = {
+    loads: Contenders = {
         "rung, verified": ours.load,
         "torch.load + copy": lambda: fill(torch.load(pt, weights_only=True)),
         "safetensors + copy": lambda: fill(load_file(st)),
-        "torch.distributed.checkpoint FsspecReader": lambda: dcp.load(into, storage_reader=FsspecReader(str(dist)), no_dist=True),
-    }  # fmt: skip
+        "torch.distributed.checkpoint FsspecReader": dcp_load,
+    }
     aims = {"torch.distributed.checkpoint FsspecReader": "aim <= 0.2"}
     show(f"load, warm: {what}", take_turns(rounds, loads), ours.nbytes, "rung, verified", aims)
     ours.saver.close()
@@ -347,7 +352,7 @@ def dcp_async(folder: Path, state: dict[str, Any], ours: Local, rounds: int) -> 
         done.result()
         return seconds
 
-    contenders: dict[str, Callable[[], object]] = {
+    contenders: Contenders = {
         "rung": ours.blocked,
         "torch.distributed.checkpoint, async": asynchronous,
     }
@@ -366,11 +371,8 @@ def deepspeed_engine(state: dict[str, Any]) -> Any:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         module = torch.nn.ParameterList([torch.nn.Parameter(t) for t in state.values()])
-        config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        return deepspeed.initialize(model=module, optimizer=optimizer, config={"train_batch_size": 1} | {
-            k: v for k, v in config.items() if k == "train_batch_size"
-        })[0]  # fmt: skip
+        return deepspeed.initialize(model=module, optimizer=optimizer, config={"train_batch_size": 1})[0]
     except Exception as error:  # an optional contender: without it the table is shorter, and says so
         print(f"\nDeepSpeed is left out: {error!r}")
         return None

@@ -25,7 +25,9 @@ SMALL_BYTES = 64 << 20  # the most that `read` returns unless told otherwise
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _SLOWEST_BYTES_PER_S = 256 << 10  # an operation that moves data slower than this has stalled
-_PART_BYTES = 16 << 20  # one part of a multi-part upload
+_PART_BYTES = 32 << 20  # one part of a multi-part upload; objects of less than three go up whole
+_PARTS_AT_ONCE = 4  # of each object
+_LOCAL_WINDOW_BYTES, _REMOTE_WINDOW_BYTES = 8 << 20, 16 << 20  # of one read
 _REMOTE_PARALLEL = 16
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
@@ -60,6 +62,7 @@ class Store:
         self.patience_s = patience_s
         self.remote = backend.remote
         self.parallel = backend.parallel
+        self.window_bytes = _REMOTE_WINDOW_BYTES if backend.remote else _LOCAL_WINDOW_BYTES
         self.url = clean_url(backend.url(""))
 
     @classmethod
@@ -261,9 +264,10 @@ class FsspecFolder:
 
     def write(self, path: str, data: memoryview) -> None:
         protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
-        if "s3" in protocols and len(data) >= 2 * _PART_BYTES:
+        if "s3" in protocols and len(data) >= 3 * _PART_BYTES:
             body: Any = _Body(data)
-            self._call("pipe_file", self._at(path), body, chunksize=_PART_BYTES, moves_bytes=len(data))
+            parts = {"chunksize": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
+            self._call("pipe_file", self._at(path), body, moves_bytes=len(data), **parts)
         elif "abfs" in protocols:
             self._call("pipe_file", self._at(path), _Body(data), moves_bytes=len(data))
         else:

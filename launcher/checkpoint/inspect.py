@@ -56,9 +56,9 @@ def verify(store: Store, info: CheckpointInfo) -> Check:
         return Check(folder=info.folder, step=info.step, verified_bytes=0, damage=(error.message,))
     files = VerifiedFiles(store, manifest)
     windows = [
-        (number, first, min(file.window_bytes, file.size - first))
+        (number, first, min(file.window(store.window_bytes), file.size - first))
         for number, file in enumerate(manifest.files)
-        for first in range(0, file.size, file.window_bytes)
+        for first in range(0, file.size, file.window(store.window_bytes))
     ]
 
     def one(window: tuple[int, int, int]) -> str | None:
@@ -179,7 +179,15 @@ def _gather(store: Store, manifest: Manifest, names: list[str], targets: list[me
     which = np.array([tensors.index[n] for n in names], dtype=np.int64)
     item = np.array([ITEM_BYTES[tensors.dtypes[i]] for i in which], dtype=np.int64)
     length = np.array([len(t) for t in targets], dtype=np.int64) // item
-    segments = plan_reads(tensors, manifest.files, which, np.zeros_like(length), length, item)
+    segments = plan_reads(
+        tensors,
+        manifest.files,
+        which,
+        np.zeros_like(length),
+        length,
+        item_bytes=item,
+        window_bytes=store.window_bytes,
+    )
     stops = np.append(segments.tasks[1:], len(segments.file))
     files = VerifiedFiles(store, manifest)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rung.launcher.checkpoint.layout import TORCH_DTYPES
-from rung.launcher.checkpoint.manifest import WINDOW_BYTES, Manifest
+from rung.launcher.checkpoint.manifest import Manifest
 from rung.launcher.checkpoint.pieces import ITEM_BYTES
 from rung.launcher.checkpoint.reads import Segments, VerifiedFiles, plan_reads
 from rung.launcher.storage import Store
@@ -100,7 +100,15 @@ class Loader:
         which = np.array(numbers, dtype=np.int64)
         start = np.array([i.start for i in intervals], dtype=np.int64)
         length = np.array([i.data.numel() for i in intervals], dtype=np.int64)
-        segments = plan_reads(tensors, self._manifest.files, which, start, length, item[which])
+        segments = plan_reads(
+            tensors,
+            self._manifest.files,
+            which,
+            start,
+            length,
+            item_bytes=item[which],
+            window_bytes=self._store.window_bytes,
+        )
         scatter = _Scatter(self._files, self._manifest, segments, intervals, numbers)
         if len(segments.tasks):
             with ThreadPoolExecutor(max_workers=max(1, min(self._threads, len(segments.tasks)))) as pool:
@@ -225,6 +233,6 @@ class _Scatter:
     def _staging(self, needed: int) -> torch.Tensor:
         staging: torch.Tensor | None = getattr(self._local, "staging", None)
         if staging is None or staging.numel() < needed:
-            staging = torch.empty(max(needed, WINDOW_BYTES), dtype=torch.uint8, pin_memory=self._on_cuda)
+            staging = torch.empty(needed, dtype=torch.uint8, pin_memory=self._on_cuda)
             self._local.staging = staging
         return staging

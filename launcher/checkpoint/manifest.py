@@ -24,7 +24,6 @@ from rung.strategies.errors import CheckpointDamaged, StorageError
 ROOT = "checkpoints"
 NAME = "manifest.json"
 LIMIT_BYTES = 256 << 20  # a manifest is not read if it is larger: about 16 TB of state
-WINDOW_BYTES = 8 << 20
 HASH_BYTES = 8  # xxh3_64 of each block, big-endian
 _FOLDER = re.compile(r"step-([0-9]{9,15})")
 
@@ -38,10 +37,9 @@ class FileEntry:
     block_bytes: int
     hashes: bytes
 
-    @property
-    def window_bytes(self) -> int:
-        """How much of it one call reads: whole blocks, `WINDOW_BYTES` if blocks are not larger."""
-        return max(1, WINDOW_BYTES // self.block_bytes) * self.block_bytes
+    def window(self, wanted_bytes: int) -> int:
+        """Bytes that one call reads of it: whole blocks, about `wanted_bytes`."""
+        return max(1, wanted_bytes // self.block_bytes) * self.block_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

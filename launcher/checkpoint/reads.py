@@ -35,9 +35,17 @@ class Segments:
 
 
 def plan_reads(
-    tensors: Tensors, files: Sequence[FileEntry], which: Ints, start: Ints, length: Ints, item_bytes: Ints
+    tensors: Tensors,
+    files: Sequence[FileEntry],
+    which: Ints,
+    start: Ints,
+    length: Ints,
+    *,
+    item_bytes: Ints,
+    window_bytes: int,
 ) -> Segments:
-    """What must be read for intervals of `length` elements from `start` on of tensors `which`."""
+    """What must be read for intervals of `length` elements from `start` on of tensors `which`, in calls of about
+    `window_bytes`."""
     first = tensors.first
     owner, nth = expand(first[which + 1] - first[which])
     run = tensors.runs[first[which[owner]] + nth]
@@ -55,14 +63,14 @@ def plan_reads(
     item = item_bytes[owner]
     file = run[:, FILE] + run[:, FILE_STEP] * piece
     offset = run[:, OFFSET] + (low - begin) * item
-    return _cut_at_windows(files, owner, file, offset, (high - low) * item, (low - start[owner]) * item)
+    window = np.array([f.window(window_bytes) for f in files], dtype=np.int64)
+    return _cut_at_windows(files, window, owner, file, offset, (high - low) * item, (low - start[owner]) * item)
 
 
 def _cut_at_windows(
-    files: Sequence[FileEntry], owner: Ints, file: Ints, offset: Ints, nbytes: Ints, place: Ints
+    files: Sequence[FileEntry], window: Ints, owner: Ints, file: Ints, offset: Ints, nbytes: Ints, place: Ints
 ) -> Segments:
     block = np.array([f.block_bytes for f in files], dtype=np.int64)
-    window = np.array([f.window_bytes for f in files], dtype=np.int64)
     first_window = offset // window[file]
     group, nth = expand((offset + nbytes - 1) // window[file] - first_window + 1)
     owner, file, width = owner[group], file[group], window[file[group]]
