@@ -1,7 +1,8 @@
 """The worker's end of the line to its launcher, and the format of what goes over it.
 
 A line is one Unix stream socket. A frame is 8 bytes of length, 1 byte of kind and a pickle. Both ends are processes of
-one user on one machine, forked one from the other; nothing from anywhere else is ever unpickled here.
+one user on one machine, forked one from the other; nothing from anywhere else is ever unpickled here. (For a group on
+several machines the process at the other end is `rung.cluster.agent`, which talks to the launcher over TCP.)
 
 Heartbeats do not travel as messages: each worker writes its own slot of a page that it shares with the launcher,
 about a microsecond per beat, and a worker that hangs cannot forget to be silent.
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 HEADER = struct.Struct("<QB")
 USER, ARRIVED, FAILURE, PORT, PAYLOAD = range(5)
-"""Kinds of frames. PORT is (number of the store, port); PAYLOAD is the first frame down."""
+"""Kinds of frames. PORT is (number of the store, host, port); PAYLOAD is the first frame down."""
+
+LOOPBACK = "127.0.0.1"
 
 SLOT_BYTES = 64
 _SLOT = struct.Struct("<qd48s")
@@ -46,6 +49,15 @@ class Stop:
     """Sent down by `Workers.stop`: finish what must be finished and return from the worker's function."""
 
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """A worker's place in a group that spans machines. `host`: the address by which the others reach its machine."""
+
+    rank: int
+    world: int
+    host: str
 
 
 def frame(kind: int, value: object) -> bytes:
@@ -108,14 +120,19 @@ class Link:
     A value that is sent must be picklable, and loadable in a process that does not know torch.
     """
 
-    def __init__(self, sock: socket.socket, board: Board, *, rank: int, world: int) -> None:
+    def __init__(
+        self, sock: socket.socket, board: Board, *, rank: int, world: int, slot: int | None = None,
+        host: str = LOOPBACK,
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.world = world
+        self._slot = rank if slot is None else slot
+        self._host = host
         self._sock = sock
         self._board = board
         self._sending = threading.Lock()
         self._inbox: deque[Any] = deque()
-        self._ports: queue.Queue[tuple[int, int]] = queue.Queue()
+        self._ports: queue.Queue[tuple[int, str, int]] = queue.Queue()
         self._stores = 0
         self.intercept: Callable[[Any], bool] | None = None
         """Sees each value as it comes down, on the listening thread, even while the main thread hangs in a collective;
@@ -140,49 +157,51 @@ class Link:
 
     def beat(self, step: int, phase: str = "") -> None:
         """Shows the launcher that this rank is getting on: call it whenever `step` or `phase` changes."""
-        self._board.write(self.rank, step, phase)
+        self._board.write(self._slot, step, phase)
 
     def store(self, deadline_s: float = 120.0) -> "Store":
         """A store that all ranks share, for `init_process_group`. Every rank calls it; it returns when all have.
 
-        Rank 0 serves it on a port that the kernel chose, on the loopback interface only, and the launcher passes the
-        number on. Raises WorkersFailed naming the ranks that did not come within `deadline_s`.
+        Rank 0 serves it on a port that the kernel chose, on the loopback interface (or, in a group that spans machines,
+        on the address by which the others reach it), and the launcher passes the number on. Raises WorkersFailed naming
+        the ranks that did not come within `deadline_s`.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         until = time.monotonic() + deadline_s
         number, self._stores = self._stores, self._stores + 1
         if self.rank == 0:
-            listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * self.world))
+            host = self._host
+            listener = socket.create_server((host, 0), backlog=max(128, 2 * self.world))
             port = listener.getsockname()[1]
             store = TCPStore(
-                "127.0.0.1",
+                host,
                 port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=_delta(deadline_s),
                 master_listen_fd=listener.detach(),
             )
-            self.send_frame(PORT, (number, port))
+            self.send_frame(PORT, (number, host, port))
         else:
-            port = self._port_of(number, until, deadline_s)
+            host, port = self._port_of(number, until, deadline_s)
             store = TCPStore(
-                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=_delta(until - time.monotonic())
+                host, port, is_master=False, wait_for_workers=False, timeout=_delta(until - time.monotonic())
             )
         self._all_arrive(store, until, deadline_s)
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
         return store
 
-    def _port_of(self, number: int, until: float, deadline_s: float) -> int:
+    def _port_of(self, number: int, until: float, deadline_s: float) -> tuple[str, int]:
         while True:
             try:
-                of, port = self._ports.get(timeout=max(0.0, until - time.monotonic()))
+                of, host, port = self._ports.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
                 raise WorkersFailed(
                     f"rank 0 did not arrive within {deadline_s:g} s", hint="its log tells what it was doing"
                 ) from None
             if of == number:
-                return port
+                return host, port
 
     def _all_arrive(self, store: "Store", until: float, deadline_s: float) -> None:
         store.set(f"rung/arrived/{self.rank}", "1")

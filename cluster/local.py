@@ -20,14 +20,14 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from rung.cluster.failures import Ended, Facts, culprits
-from rung.cluster.link import PAYLOAD, SLOT_BYTES, USER, Board, Stop, frame
+from rung.cluster.link import PAYLOAD, SLOT_BYTES, USER, Board, Seat, Stop, frame
 from rung.cluster.memory_trace import MemoryTrace
 from rung.cluster.spawner import Channel, Spawner, import_path, peer_frame
 from rung.cluster.verdict import Verdict, tail, trim_stack, verdict
@@ -48,7 +48,8 @@ class WorkerSpec:
 
     payload: any picklable value, handed to the worker's function. log: file that its output is appended to.
     memory_cap_bytes: private memory that it may take beyond what it starts with. cpus: those it may run on (empty:
-    all). threads: for torch and OpenMP.
+    all). threads: for torch and OpenMP. seat: its place in a larger group that spans machines; its `rank` then is the
+    one among the workers of this machine.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class WorkerSpec:
     memory_cap_bytes: int | None = None
     cpus: tuple[int, ...] = ()
     threads: int = 1
+    seat: Seat | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,7 +112,9 @@ def _get_spawner(preload: Sequence[str] | None, env: Mapping[str, str] | None) -
 class Workers:
     """A group of workers, ranks 0 to world - 1. Made by `start`; a context manager that ends with `stop`."""
 
-    def __init__(self, spawner: Spawner, specs: Sequence[WorkerSpec]) -> None:
+    def __init__(
+        self, spawner: Spawner, specs: Sequence[WorkerSpec], to_other_machines: Callable[[bytes], None] | None = None
+    ) -> None:
         self.specs = tuple(sorted(specs, key=lambda spec: spec.rank))
         self.world = len(self.specs)
         if [spec.rank for spec in self.specs] != list(range(self.world)):
@@ -118,6 +122,7 @@ class Workers:
         self.ends: list[Ended] = []
         self.memory = MemoryTrace()
         self._spawner = spawner
+        self._to_other_machines = to_other_machines
         self._channels: list[Channel] = []
         self._stacks: list[IO[bytes]] = []
         self._events: deque[Ended | tuple[int, bytes, float]] = deque()
@@ -128,13 +133,18 @@ class Workers:
         self._board = Board(self._board_file.fileno(), self.world)
 
     @classmethod
-    def start(cls, entry: str, specs: Sequence[WorkerSpec], *, deadline_s: float = 120.0) -> "Workers":
+    def start(
+        cls, entry: str, specs: Sequence[WorkerSpec], *, deadline_s: float = 120.0,
+        to_other_machines: Callable[[bytes], None] | None = None,
+    ) -> "Workers":  # fmt: skip
         """Runs `function(link, payload)` of `entry` ("module:function") in one process for each spec.
 
         Returns when every worker is about to call its function, or has already ended (an event says how). Raises
         WorkersFailed naming the ranks that did neither within `deadline_s`; nothing of the group is left then.
+
+        `to_other_machines` gets what workers here tell their peers, where the group has more of them elsewhere.
         """
-        workers = cls(_get_spawner(None, None), specs)
+        workers = cls(_get_spawner(None, None), specs, to_other_machines)
         try:
             payloads = [frame(PAYLOAD, spec.payload) for spec in workers.specs]
             for spec, payload in zip(workers.specs, payloads, strict=True):
@@ -177,6 +187,7 @@ class Workers:
             "cpus": list(spec.cpus),
             "threads": spec.threads,
             "memory_cap_bytes": spec.memory_cap_bytes,
+            "seat": spec.seat and [spec.seat.rank, spec.seat.world, spec.seat.host],
         }
         try:
             fds = (theirs.fileno(), log, self._board_file.fileno(), stacks.fileno())
@@ -254,6 +265,12 @@ class Workers:
             return {}
         stacks = {rank: self.stacks(rank) for rank in beats}
         return {rank: stacks[rank] for rank in culprits({r: step for r, (step, _, _) in beats.items()}, stacks)}
+
+    def from_other_machine(self, body: bytes) -> None:
+        """Passes on what a worker elsewhere told its peers."""
+        data = peer_frame(body)
+        for channel in self._channels:
+            self._spawner.send(channel, data)
 
     def signal(self, rank: int, number: int) -> None:
         """Sends a signal to one worker."""
@@ -346,6 +363,8 @@ class Workers:
             self._changed.notify_all()
 
     def _to_peers(self, channel: Channel, body: bytes) -> None:
+        if self._to_other_machines is not None:
+            self._to_other_machines(body)
         data = peer_frame(body)
         for peer in self._channels:
             if peer is not channel:

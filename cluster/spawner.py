@@ -323,4 +323,4 @@ def _load_failure(rank: int, body: bytes) -> Failure:
 
 def peer_frame(body: bytes) -> bytes:
     """A PORT frame, made anew for the other ranks."""
-    return frame(PORT, pickle.loads(body))  # noqa: S301 - two integers from a worker that we forked
+    return frame(PORT, pickle.loads(body))  # noqa: S301 - a number, a host and a port from a worker that rung started

@@ -18,7 +18,16 @@ from collections.abc import Callable
 from typing import Any
 
 from rung.cluster.failures import describe
-from rung.cluster.link import ARRIVED, FAILURE, Board, Link, apply_memory_cap, lift_memory_cap, loopback_interface
+from rung.cluster.link import (
+    ARRIVED,
+    FAILURE,
+    LOOPBACK,
+    Board,
+    Link,
+    apply_memory_cap,
+    lift_memory_cap,
+    loopback_interface,
+)
 
 PAYLOAD_DEADLINE_S = 60.0
 
@@ -29,10 +38,11 @@ def run_worker(request: dict[str, Any], link_fd: int, log_fd: int, board_fd: int
     faulthandler.enable(file=2, all_threads=True)
     stacks = os.fdopen(stacks_fd, "wb", buffering=0)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    rank, world = request["rank"], request["world"]
-    board = Board(board_fd, world)
+    slot, beside = request["rank"], request["world"]
+    board = Board(board_fd, beside)
     os.close(board_fd)
-    link = Link(socket.socket(fileno=link_fd), board, rank=rank, world=world)
+    rank, world, host = request["seat"] or (slot, beside, LOOPBACK)
+    link = Link(socket.socket(fileno=link_fd), board, rank=rank, world=world, slot=slot, host=host)
     code = 0
     try:
         _settle(request)
@@ -74,10 +84,12 @@ def _settle(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     sys.path[:] = request["sys_path"]
     importlib.invalidate_caches()
-    rank, world, threads = str(request["rank"]), str(request["world"]), request["threads"]
-    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world})
+    local, beside, threads = request["rank"], request["world"], request["threads"]
+    rank, world, _ = request["seat"] or (local, beside, "")
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world)})
+    os.environ.update({"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(beside)})
     os.environ.update({"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())  # all ranks are on this machine
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())  # unless `env` says otherwise
     os.environ.update(request["env"])
     if request["cpus"] and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, request["cpus"])
