@@ -36,7 +36,7 @@ class MemoryTrace:
 
     def sample(self, pids: Mapping[int, int]) -> None:
         """Takes one sample of the workers with these processes by rank."""
-        by_rank = {rank: sum(_private(p) for p in _tree(pid)) for rank, pid in pids.items()}
+        by_rank = {rank: sum(_private(p) for p in process_tree(pid)) for rank, pid in pids.items()}
         limits = read_limits()
         available, total = _machine()
         free = min((n for n in (limits.memory_free_bytes, available) if n is not None), default=None)
@@ -60,7 +60,8 @@ def _private(pid: int) -> int:
     return 0
 
 
-def _tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
+    """The process and all below it, as far as they can be seen."""
     found, queue = [], [pid]
     while queue:
         current = queue.pop()

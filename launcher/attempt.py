@@ -18,12 +18,14 @@ from rung.launcher.messages import (
     Finished,
     Leave,
     Note,
+    Noticed,
     OutOfMemory,
     Position,
     Ready,
     Replan,
     Saved,
     SaveFailed,
+    Spiked,
     Steps,
     Validated,
     WhereAreYou,
@@ -31,9 +33,11 @@ from rung.launcher.messages import (
 )
 from rung.launcher.salvage import salvage
 from rung.launcher.signals import Signals
+from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import Status, View, duration
 from rung.strategies.errors import RungError
+from rung.strategies.findings import Finding
 from rung.strategies.plan import Plan
 
 ENTRY = "rung.launcher.train:main"
@@ -49,8 +53,8 @@ HANG_S = 600.0
 
 @dataclass(kw_only=True, slots=True)
 class Outcome:
-    """How an attempt ended: `done`, `stopped`, `cut short` or `failed`. `plan` is the last one it ran; `decision` is
-    what follows, if that was decided already."""
+    """How an attempt ended: `done`, `stopped`, `rollback` (see `spiked`), `cut short` or `failed`. `plan` is the last
+    one it ran; `decision` is what follows, if that was decided already."""
 
     plan: Plan
     reason: str = ""
@@ -62,6 +66,7 @@ class Outcome:
     explanation: str = ""
     headline: str = ""
     decision: Retry | GiveUp | None = None
+    spiked: Spiked | None = None
     last_loss: float | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
 
@@ -101,8 +106,9 @@ class Attempt:
     def run(self) -> Outcome:
         """Starts the workers, serves them until all have ended, and says how."""
         assignment = Assignment(
-            job=self.job.to_dict(), source=self.job.source, plan=self.plan, attempt=self.number, resume=self.resume
-        )
+            job=self.job.to_dict(), source=self.job.source, plan=self.plan, attempt=self.number, resume=self.resume,
+            passed_over=self.keeper.passed_over,
+        )  # fmt: skip
         logs = self.folder.logs(self.number)
         cap = self.plan.memory_cap_bytes if self.plan.device == "cpu" else None
         specs = [
@@ -143,11 +149,10 @@ class Attempt:
                 self._on_saved(saved)
             case SaveFailed(error=error):
                 self._storage_error = error
-            case Note(text=text, warning=warning):
-                self.folder.event("note", text=text)
-                self.view.say(f"{'warning' if warning else 'note':<10} {text}", style="yellow" if warning else "")
-            case OutOfMemory() as said:
-                self._on_out_of_memory(event.rank, said)
+            case Note() | Noticed() | Spiked() as said:
+                self._on_said(said)
+            case OutOfMemory() as short:
+                self._on_out_of_memory(event.rank, short)
             case Position() as position:
                 before = self.positions.get(event.rank)
                 if before is None or not before.failing:  # a worker that fails has said all there is to say
@@ -201,6 +206,24 @@ class Attempt:
         self.folder.event("checkpoint", step=part.step, name=name, blocked_s=round(saved.blocked_s, 4))
         self.metrics.flush()
         self.folder.sync()
+
+    def _on_said(self, said: Note | Noticed | Spiked) -> None:
+        match said:
+            case Note(text=text, warning=warning):
+                self.folder.event("note", text=text)
+                self.view.say(f"{'warning' if warning else 'note':<10} {text}", style="yellow" if warning else "")
+            case Noticed(finding=finding, step=step, samples=samples):
+                self._on_finding(finding, step=step, samples=samples)
+            case Spiked():
+                self.outcome.spiked = said
+
+    def _on_finding(self, finding: Finding, *, step: int, samples: tuple[int, ...] = ()) -> None:
+        """Shows and keeps what was noticed while it trains."""
+        text, style = finding_lines(finding)
+        named = ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
+        self.view.say(text + (f"\n           samples of that step: {named}" if samples else ""), style=style)
+        self.folder.event("finding", step=step, subject=finding.subject, level=finding.level.value, fact=finding.fact,
+                          why=finding.why, fix=finding.fix, samples=list(samples))  # fmt: skip
 
     def _on_out_of_memory(self, rank: int, said: OutOfMemory) -> None:
         """A single device asks for a smaller plan; one that it can take on without a new process is sent at once."""

@@ -116,7 +116,7 @@ def doctor(
 
     from rung.launcher import doctor as doctoring
     from rung.launcher.job import load
-    from rung.launcher.report import finding_lines
+    from rung.launcher.watch.findings import finding_lines
     from rung.launcher.watch.progress import View
 
     findings = doctoring.full(load(job, sets or ()) if job is not None else None, deadline_s=deadline)

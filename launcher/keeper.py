@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from rung.launcher.checkpoint import manifest as manifests
 from rung.launcher.checkpoint import retention
-from rung.launcher.checkpoint.find import newest_valid
+from rung.launcher.checkpoint.find import find, newest_valid
 from rung.launcher.checkpoint.lease import Lease
 from rung.launcher.checkpoint.manifest import Manifest, Meta, Part
 from rung.launcher.job import Job
+from rung.launcher.rollback import Batch, took
 from rung.launcher.storage import Store
 from rung.launcher.watch.progress import View
 from rung.strategies.plan import Plan
@@ -20,6 +21,7 @@ class Keeper:
     def __init__(self, store: Store, job: Job, view: View, lease: Lease) -> None:
         self.store, self.job, self.view, self.lease = store, job, view, lease
         self.committed_step = -1
+        self.passed_over: tuple[Batch, ...] = ()
         self._damaged: set[str] = set()
         self._known: dict[str, retention.Kept] = {}
 
@@ -54,9 +56,26 @@ class Keeper:
         found, rejected = newest_valid(self.store, skip=self._damaged)
         for name, reason in rejected:
             self.view.say(f"warning    {name} cannot be used: {reason}", style="yellow")
+        if found is not None and took(found, self.passed_over):
+            self._damaged.add(found.folder)  # a rollback was decided, and cut off before it was carried out
+            return self.newest()
         if found is not None:
             self.committed_step = found.step
         return found
+
+    def go_back(self) -> Manifest | None:
+        """Gives up every checkpoint down to the newest healthy one that has not learnt from a batch that is passed
+        over; returns that one. Raises RunLocked if another launcher has taken the run over meanwhile."""
+        self.lease.check()
+        self.committed_step = -1
+        while (newest := self.newest()) is not None and not newest.healthy:
+            self._damaged.add(newest.folder)
+        for info in find(self.store):
+            if newest is None or info.step > newest.step:
+                retention.remove(self.store, info.folder)
+                self._known.pop(info.folder, None)
+                self._damaged.discard(info.folder)  # the same step may be saved again
+        return newest
 
     def reject(self, folder: str) -> None:
         """A checkpoint turned out damaged while it was read: it is not looked at again."""
@@ -65,5 +84,3 @@ class Keeper:
     def sweep(self) -> None:
         """Deletes what dead runs left half-written. The lease says that no one else is writing."""
         retention.sweep(self.store)
-
-

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rung.launcher.checkpoint.manifest import Part
 from rung.strategies.errors import RungError
+from rung.strategies.findings import Finding
 from rung.strategies.plan import Plan, Precision
 
 
@@ -13,7 +14,7 @@ class Assignment:
     """What one worker needs to know: everything else it finds out by itself.
 
     `job` is `Job.to_dict()`, `source` the file it came from; `resume` is a checkpoint's folder, relative to the run, or
-    None for a fresh start.
+    None for a fresh start. `passed_over`: batches that no step may take, by (epoch, position) of their first sample.
     """
 
     job: dict[str, object]
@@ -21,6 +22,7 @@ class Assignment:
     plan: Plan
     attempt: int
     resume: str | None = None
+    passed_over: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,7 @@ class Ready:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One optimizer step, as every rank sees it. `step` counts from 1; `seconds` is its wall time on rank 0,
-    `data_s` what of it rank 0 waited for data."""
+    `data_s` what of it rank 0 waited for data, `exchange_s` what it waited for the other ranks."""
 
     step: int
     epoch: float
@@ -61,6 +63,7 @@ class StepRecord:
     weight: float
     seconds: float
     data_s: float
+    exchange_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,8 +112,31 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Noticed:
+    """A guard noticed something at `step` that does not stop the run. `samples`: indices of the batch, where one is
+    meant."""
+
+    finding: Finding
+    step: int
+    samples: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spiked:
+    """The loss of `step` jumped, and the job wants to go back. The weights are those of the step before.
+
+    `suspects`: the batch of that step and the one before it, as (epoch, position).
+    """
+
+    step: int
+    suspects: tuple[tuple[int, int], ...]
+    reason: str
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """A worker left the loop in good order: `reason` is `done` or `stopped` (asked to)."""
+    """A worker left the loop in good order: `reason` is `done`, `stopped` (asked to) or `rollback` (see Spiked)."""
 
     step: int
     reason: str
@@ -143,6 +169,13 @@ class Replan:
     """The answer to OutOfMemory: do the step again under this plan."""
 
     plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutBack:
+    """Host memory runs out: go on with at most so many loader workers."""
+
+    loader_workers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

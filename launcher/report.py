@@ -7,18 +7,10 @@ from rung.launcher.checkpoint.manifest import Manifest
 from rung.launcher.fallback import Recovery
 from rung.launcher.folder import RunFolder
 from rung.launcher.planner import Ladder
+from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.progress import View, duration, size
 from rung.strategies.errors import Interrupted, RungError
 from rung.strategies.findings import Finding, Level
-
-
-def finding_lines(finding: Finding) -> tuple[str, str]:
-    """The text of a finding, and its colour."""
-    text = f"{finding.level.value:<10} {finding.subject}: {finding.fact}"
-    if finding.level is not Level.OK:
-        text += f"\n           {finding.why}" if finding.why else ""
-        text += f"\n           → {finding.fix}" if finding.fix else ""
-    return text, {Level.ERROR: "red", Level.WARNING: "yellow", Level.OK: ""}[finding.level]
 
 
 def show_findings(view: View, findings: list[Finding]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rung.cluster.failures import Cause
 from rung.cluster.hardware import Hardware, probe
 from rung.cluster.local import warm
-from rung.launcher import doctor
+from rung.launcher import doctor, rollback
 from rung.launcher.attempt import Attempt, Context, Outcome
 from rung.launcher.checkpoint.lease import Lease
 from rung.launcher.fallback import GiveUp, Recovery, Tried, rules_of
@@ -20,7 +20,15 @@ from rung.launcher.report import show_end, show_findings, show_plan, show_start
 from rung.launcher.signals import Signals
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import View
-from rung.strategies.errors import CheckpointDamaged, DoesNotFit, Interrupted, JobError, RungError, WorkersFailed
+from rung.strategies.errors import (
+    CheckpointDamaged,
+    DoesNotFit,
+    HealthError,
+    Interrupted,
+    JobError,
+    RungError,
+    WorkersFailed,
+)
 
 #: What the process that workers are forked from imports while the launcher reads the job and looks at the hardware.
 PRELOAD = ("torch", "rung.launcher.train", "torch._dynamo")  # the last is needed by every optimizer
@@ -83,6 +91,7 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
     """Runs plans until one gets the job done. Returns the good end; raises what a bad one means."""
     keeper, folder, view = context.keeper, context.folder, context.view
     keeper.sweep()
+    keeper.passed_over = rollback.passed_over(rollback.read(folder.store))
     while True:
         start = keeper.newest()
         number = folder.attempts() + 1
@@ -100,6 +109,10 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
         lease.check()
         if outcome.reason == "done":
             return outcome
+        if outcome.reason == "rollback":
+            go_back(context, outcome)
+            if context.signals.first is None:
+                continue
         if outcome.reason != "failed" or context.signals.first is not None:
             raise interrupted(outcome, context.signals, keeper)
         if start is not None and isinstance(outcome.error, CheckpointDamaged):
@@ -107,6 +120,30 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
             keeper.reject(start.folder)
             continue
         fall_back(context, recovery, outcome)
+
+
+def go_back(context: Context, outcome: Outcome) -> None:
+    """The loss jumped: gives up what has learnt from the batches under suspicion, and puts these aside.
+
+    Raises HealthError if that has been done too often in this run.
+    """
+    keeper, store, spiked = context.keeper, context.folder.store, outcome.spiked
+    assert spiked is not None
+    before = rollback.read(store)
+    if len(before) >= rollback.MOST_ROLLBACKS:
+        raise HealthError(
+            f"{spiked.reason}; the run has gone back {len(before)} times already", samples=spiked.samples,
+            step=spiked.step, hint="lower optimizer.lr or clip; or look for what these samples have in common",
+        )  # fmt: skip
+    made = rollback.Rollback(step=spiked.step, batches=spiked.suspects, reason=spiked.reason)
+    rollback.write(store, [*before, made])
+    keeper.passed_over = rollback.passed_over([*before, made])
+    start = keeper.go_back()
+    step = start.step if start is not None else 0
+    context.metrics.rewind(step)
+    said = f"back to step {step:,}; {len(spiked.suspects)} batches are passed over from now on"
+    context.view.say(f"rollback   {spiked.reason}\n           {said}", style="yellow")
+    context.folder.event("rollback", step=spiked.step, to=step, batches=spiked.suspects, reason=spiked.reason)
 
 
 def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:

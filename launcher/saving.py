@@ -14,12 +14,11 @@ from rung.launcher.checkpoint.save import Saver
 from rung.launcher.job import Job
 from rung.launcher.messages import Assignment, Note, Saved, SaveFailed
 from rung.launcher.storage import Store
+from rung.launcher.watch.losses import WINDOW, Trend
 from rung.strategies.base import Strategy
 from rung.strategies.errors import RungError, StorageError
 from rung.strategies.state import aliases, shapes
 
-#: How many losses the guard remembers, to tell a rising one.
-WINDOW = 32
 #: Threads that a save starts: one that saves, and its writers.
 SAVER_THREADS = 6
 
@@ -29,6 +28,7 @@ class Progress:
     """How far a training is. `step`: optimizer steps done. `epoch`, `position`: of the next sample in the order.
 
     losses: the last ones, oldest first. skipped: non-finite steps in a row, up to now. units_seen: summed weights.
+    trend: what the loss has done so far. passed_over: batches that no step has learnt from, after a rollback.
     """
 
     step: int = 0
@@ -37,10 +37,15 @@ class Progress:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     skipped: int = 0
     units_seen: float = 0.0
+    trend: Trend = field(default_factory=Trend)
+    passed_over: list[tuple[int, int]] = field(default_factory=list)
 
     def to_trainer_state(self) -> dict[str, Any]:
         """What goes into a manifest's `trainer`; the rest has fields of its own there."""
-        return {"losses": list(self.losses), "skipped": self.skipped, "units_seen": self.units_seen}
+        return {
+            "losses": list(self.losses), "skipped": self.skipped, "units_seen": self.units_seen,
+            "trend": self.trend.to_json(), "passed_over": self.passed_over,
+        }  # fmt: skip
 
     def take_up(self, manifest: Manifest) -> None:
         """Goes on where a checkpoint was made."""
@@ -48,6 +53,9 @@ class Progress:
         state = manifest.trainer
         self.losses.extend(float(x) for x in state["losses"])
         self.skipped, self.units_seen = int(state["skipped"]), float(state["units_seen"])
+        if "trend" in state:
+            self.trend = Trend.from_json(state["trend"])
+        self.passed_over = [(int(e), int(p)) for e, p in state.get("passed_over", ())]
 
 
 class Saving:

@@ -19,7 +19,8 @@ from rung.launcher.data.loader import Loader, Step, auto_workers
 from rung.launcher.data.prepare import prepare_run, refuse_other_filter
 from rung.launcher.data.rng import seed_everything
 from rung.launcher.job import Job
-from rung.launcher.messages import Assignment, Finished, Note, Ready, StepRecord, Validated
+from rung.launcher.lossguard import LossGuard
+from rung.launcher.messages import Assignment, CutBack, Finished, Note, Ready, StepRecord, Validated
 from rung.launcher.rescue import Rescuer
 from rung.launcher.saving import Progress, Saving, check_learning_rate
 from rung.launcher.schedule import schedule_factor
@@ -57,7 +58,9 @@ class Trainer:
         )
         self.progress = Progress()
         self.stop_reason = ""
+        self.going_back = False
         self.loader: Loader | None = None
+        self.most_loader_workers: int | None = None
 
     def run(self) -> None:
         """The whole of it. Data is prepared before the process group forms, since others would wait for it."""
@@ -84,7 +87,7 @@ class Trainer:
             raise
         finally:
             self._close()
-        reason = "stopped" if self.stop_reason else "done"
+        reason = "rollback" if self.going_back else "stopped" if self.stop_reason else "done"
         self.link.send(Finished(step=self.progress.step, reason=reason, peak_bytes=self.memory.peak()))
 
     @property
@@ -128,6 +131,9 @@ class Trainer:
         if (hf_config := getattr(self.task.task, "hf_config", None)) is not None:
             extra["hf_config"] = hf_config() if callable(hf_config) else hf_config
         self.saving = Saving(self.link, self.job, self.assignment, self.strategy, self.progress, extra)
+        self.lossguard = LossGuard(
+            self.link, self.job, self.progress, length=self.order.length, passed_over=self.assignment.passed_over
+        )
 
     def _restore(self) -> None:
         if self.assignment.resume is None:
@@ -146,9 +152,10 @@ class Trainer:
         """A loader from the next sample on. Whatever was fetched ahead is fetched again."""
         if self.loader is not None:
             self.loader.close()
-        workers = self.job.data.workers
-        if workers == "auto":
-            workers = self._auto_workers()
+        wanted = self.job.data.workers
+        workers = self._auto_workers() if wanted == "auto" else wanted
+        if self.most_loader_workers is not None:
+            workers = min(workers, self.most_loader_workers)
         self.loader = Loader(
             self.train_data, self.task.collate, self.order, self.plan, self.link.rank,
             epoch=self.progress.epoch, position=self.progress.position, workers=workers,
@@ -187,6 +194,8 @@ class Trainer:
     def _loop(self) -> None:
         while not self.done and not self.stop_reason:
             shrink.until_it_fits(self, self._one_step)
+            if self.going_back:
+                return
             if self.done or self._due(self.job.validation.every):
                 self._validate()
             if self.done or self.stop_reason or self._save_now or self._due(self.job.checkpoint.every):
@@ -196,11 +205,21 @@ class Trainer:
     def _one_step(self) -> None:
         """One optimizer step over one global batch: gradients, agreement, guard, update."""
         assert self.loader is not None
+        if self.most_loader_workers is not None and len(self.loader.worker_pids) > self.most_loader_workers:
+            self.open_loader()
         began = time.perf_counter()
         batch = next(self.loader)
+        if self.lossguard.passes_over(batch):
+            self._pass_over(batch)
+            return
         lr = self._set_lr()
         loss_sum, weight, data_s = self._gradients(batch, began)
+        before_s = time.perf_counter()
         loss = self._agree(loss_sum) / weight if weight else 0.0
+        exchange_s = time.perf_counter() - before_s
+        if math.isfinite(loss) and self.lossguard.goes_back(batch, loss):
+            self.going_back = True
+            return
         with self.rescuer.changing():
             norm = self.strategy.step(self.job.clip, healthy=math.isfinite(loss) and weight > 0)
             verdict = health.judge(
@@ -216,6 +235,7 @@ class Trainer:
             StepRecord(
                 step=p.step, epoch=p.step / self.per_epoch, samples_seen=p.epoch * self.order.length + p.position,
                 loss=loss, norm=norm, lr=lr, weight=weight, seconds=time.perf_counter() - began, data_s=data_s,
+                exchange_s=exchange_s,
             )
         )  # fmt: skip
 
@@ -270,6 +290,8 @@ class Trainer:
         while (message := self.link.poll()) is not None:
             if isinstance(message, Stop):
                 self.stop_reason = message.reason or "asked to stop"
+            elif isinstance(message, CutBack):
+                self.most_loader_workers = message.loader_workers
         return bool(self.stop_reason)
 
     def _lr_factor(self) -> float:
@@ -290,11 +312,21 @@ class Trainer:
         p.units_seen += weight
         if verdict.action == "ok":
             p.skipped = 0
-            p.losses.append(loss)
+            self.lossguard.follow(batch, loss)
             return
         p.skipped += 1
         if self.link.rank == 0:
             self.link.send(Note(text=f"{verdict.reason}: skipped, the weights are as before", warning=True))
+
+    def _pass_over(self, batch: Step) -> None:
+        """A step over a batch that a rollback has put aside: it counts, and the weights stay as they are."""
+        self._agree(0.0)
+        p = self.progress
+        with self.rescuer.changing():
+            p.step += 1
+            p.epoch, p.position = batch.resume
+            p.passed_over.append((batch.epoch, batch.position))
+        self.link.beat(p.step, "training")
 
     def _health_error(self, batch: Step, reason: str, loss_sum: float) -> HealthError:
         """Names the samples: this rank's own if its loss is bad, else those of the whole global batch."""
