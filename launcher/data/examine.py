@@ -13,8 +13,9 @@ from rung.launcher.data.fields import Fields
 from rung.launcher.data.limits import LABEL, Limit
 from rung.launcher.data.seen import NO_LABEL, Ints, Seen, tally
 from rung.launcher.user_code import task_error
+from rung.strategies.errors import DataError
 
-_BLOCK, _BLOCK_BYTES = 1024, 16 << 20  # samples held at a time
+_BLOCK, _BLOCK_BYTES = 256, 16 << 20  # samples held at a time
 _MOST_COLUMNS = 4096
 _PLACES = 256  # reading processes whose place is kept
 _NUMBERS = (bool, int, float, np.generic)
@@ -38,6 +39,7 @@ class Examiner:
     only hashes, missing values and what cannot be read are looked for, as cleaning needs; with `labels_only`, labels.
 
     `limits` hold what the model can take for a field of whole numbers, and for the label (`limits.LABEL`).
+    `careful` keeps the place of each sample, not only of a block, at the price of speed.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Examiner:
         of_fields = {path: lim for path, lim in self.limits.items() if label is None or lim.what != "label"}
         self.labels_only = labels_only
         self.places = Places()
+        self.careful = False
         self._block = 64
         self._fields = Fields(of_fields, deep=deep)
 
@@ -107,26 +110,21 @@ class Examiner:
         return seen
 
     def _read(self, indices: list[int], seen: Seen) -> tuple[list[Any], list[int]]:
+        if not self.careful:
+            try:
+                return self._read_all(indices), indices
+            except (Exception, SystemExit) as error:  # on its own, each broken sample names itself below
+                if passes(error) and not isinstance(error, DataError):
+                    raise
         worker = torch.utils.data.get_worker_info()
         slot = worker.id % _PLACES if worker is not None else 0
-        at, dataset = self.places.at, self.dataset
-        many = getattr(dataset, "__getitems__", None)
-        if many is not None:
-            at[slot] = indices[0]
-            try:
-                samples = list(many(indices))
-                if len(samples) == len(indices):
-                    return samples, indices
-            except Exception as error:  # on its own, each broken sample names itself below
-                if passes(error) and not _is_data_error(error):
-                    raise
         samples, read = [], []
         for index in indices:
-            at[slot] = index
+            self.places.at[slot] = index
             try:
-                sample = dataset[index]
+                sample = self.dataset[index]
             except (Exception, SystemExit) as error:
-                if passes(error) and not _is_data_error(error):
+                if passes(error) and not isinstance(error, DataError):
                     raise
                 tally(seen.problems, "sample.unreadable", [index], _words(error, index))
                 seen.unreadable.append(index)
@@ -135,31 +133,22 @@ class Examiner:
             read.append(index)
         return samples, read
 
+    def _read_all(self, indices: list[int]) -> list[Any]:
+        dataset = self.dataset
+        many = getattr(dataset, "__getitems__", None)
+        if many is not None:
+            samples = list(many(indices))
+            if len(samples) == len(indices):
+                return samples
+        return [dataset[index] for index in indices]
+
     def _labels(self, samples: list[Any], seen: Seen) -> Ints:
-        labels = np.full(len(samples), NO_LABEL, dtype=np.int64)
         if self.label is None:
-            return labels
-        label, limit = self.label, self.limits.get(LABEL)
-        for row, sample in enumerate(samples):
-            try:
-                given = label(sample)
-                value = int(given)
-                whole = value == given
-            except (Exception, SystemExit) as error:
-                if passes(error):
-                    raise
-                index = int(seen.indices[row])
-                tally(seen.problems, "label.unknown", [index], _words(error, index))
-                continue
-            if not whole:
-                tally(
-                    seen.problems,
-                    "label.type",
-                    [int(seen.indices[row])],
-                    f"label {float(given):g} is not a whole number",
-                )
-                continue
-            labels[row] = value
+            return np.full(len(samples), NO_LABEL, dtype=np.int64)
+        limit = self.limits.get(LABEL)
+        labels = self._label_all(samples)
+        if labels is None:
+            labels = self._label_each(samples, seen)
         known = labels[labels != NO_LABEL]
         for value, count in zip(*(a.tolist() for a in np.unique(known, return_counts=True)), strict=True):
             seen.histogram[value] = count
@@ -172,13 +161,42 @@ class Examiner:
             tally(seen.problems, "label.range", seen.indices[outside].tolist(), text)
         return labels
 
+    def _label_all(self, samples: list[Any]) -> Ints | None:
+        """All labels, if all are whole numbers of Python's own."""
+        assert self.label is not None
+        label = self.label
+        try:
+            given = [label(sample) for sample in samples]
+        except (Exception, SystemExit) as error:
+            if passes(error):
+                raise
+            return None
+        labels = np.asarray(given) if set(map(type, given)) == {int} else None
+        return labels if labels is not None and labels.dtype == np.int64 else None
 
-def _is_data_error(error: BaseException) -> bool:
-    from rung.strategies.errors import DataError
-
-    return isinstance(error, DataError)
+    def _label_each(self, samples: list[Any], seen: Seen) -> Ints:
+        assert self.label is not None
+        labels = np.full(len(samples), NO_LABEL, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            index = int(seen.indices[row])
+            try:
+                given = self.label(sample)
+                value = int(given)
+                whole = value == given
+            except (Exception, SystemExit) as error:
+                if passes(error):
+                    raise
+                tally(seen.problems, "label.unknown", [index], _words(error, index))
+                continue
+            if whole:
+                labels[row] = value
+            else:
+                tally(seen.problems, "label.type", [index], f"label {float(given):g} is not a whole number")
+        return labels
 
 
 def _words(error: BaseException, index: int) -> str:
     """A reader's own message says it all; anything else comes with the user's file and line."""
-    return str(error).split("\n")[0] if _is_data_error(error) else task_error(error, f"sample {index}").message
+    if isinstance(error, DataError):
+        return error.message
+    return task_error(error, f"sample {index}").message

@@ -4,6 +4,7 @@ Two samples of n that differ share one by chance with probability below n^2 / 2^
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +37,13 @@ def hash_rows(rows: npt.NDArray[np.generic]) -> Words:
     if data.shape[1] % 8:
         data = np.pad(data, ((0, 0), (0, width * 8 - data.shape[1])))
     words = data.view(np.uint64).reshape(count, width)
-    keys = np.array([mix64(_FOR_ROWS, place) for place in range(width)], dtype=np.uint64)
-    hashes: Words = finalised(words + keys).sum(axis=1, dtype=np.uint64)
+    hashes: Words = finalised(words + _keys(width)).sum(axis=1, dtype=np.uint64)
     return hashes
+
+
+@lru_cache(maxsize=_FEW_WORDS + 1)
+def _keys(width: int) -> Words:
+    return np.array([mix64(_FOR_ROWS, place) for place in range(width)], dtype=np.uint64)
 
 
 def hash_bytes(values: Sequence[bytes]) -> Words:

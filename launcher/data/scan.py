@@ -79,6 +79,9 @@ def scan(
                 if until is not None and now > until:
                     return
         except WorkersFailed as error:
+            if not examiner.careful:  # once more, and this time the sample will be known
+                examiner.careful = True
+                continue
             culprits = [examiner.places.at[slot] for slot, pid in enumerate(pids) if not psutil.pid_exists(pid)]
             found = [index for index in culprits if index >= 0 and index not in lost]
             deaths.samples += [(index, error.message) for index in found]
