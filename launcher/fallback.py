@@ -5,7 +5,7 @@ then it goes on with fewer devices, where the job allows that. Everything else w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rung.cluster.failures import Cause
 from rung.launcher.job import Job
@@ -106,13 +106,21 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
         return GiveUp(reason=f"out of {where}, and the job says fallback: off", fits_nowhere=True)
     if _without_progress(history, _OUT_OF_MEMORY) > MOST_RUNGS:
         return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without a step in between", fits_nowhere=True)
-    before = {_key(plan): plan for plan in ladder.plans}
+    uncorrected = [p for p in ladder.plans if _key(p) != _key(last.plan)]
+    known = {_key(p): p for p in uncorrected}
     left = corrected(ladder, last.plan, last.peak_bytes or last.plan.predicted_device_peak_bytes or 0)
-    for plan in left.plans:
-        if allowed(last.plan, plan, rules) and eases(last.plan, before[_key(plan)], last.cause):
-            return Retry(
-                plan=plan, ladder=left, reason=f"out of {where}{_at(last.peak_bytes)}: {difference(last.plan, plan)}"
-            )
+    choices = [p for p in left.plans if _key(p) in known and eases(last.plan, known[_key(p)], last.cause)]
+    if not choices:
+        # The prediction cannot explain what was seen. After steps that went well it was one sample or a neighbour, and
+        # the next smaller rung will do; at the first step only the most frugal one is left to hope for.
+        left = replace(ladder, rungs=tuple(r for r in ladder.rungs if _key(r.plan) != _key(last.plan)))
+        choices = [p for p in uncorrected if eases(last.plan, p, last.cause)]
+        if last.step <= last.first_step:
+            choices.sort(key=_frugality, reverse=True)
+    for plan in choices:
+        if allowed(last.plan, plan, rules):
+            said = f"out of {where}{_at(last.peak_bytes)}: {difference(last.plan, plan)}"
+            return Retry(plan=plan, ladder=left, reason=said)
     return GiveUp(reason=f"out of {where}, and no rung of the ladder is left that takes less", fits_nowhere=True)
 
 
@@ -182,7 +190,7 @@ def eases(old: Plan, new: Plan, cause: Cause) -> bool:
         before, after = old.predicted_host_peak_bytes, new.predicted_host_peak_bytes
     else:
         before, after = old.predicted_device_peak_bytes, new.predicted_device_peak_bytes
-    if before is not None and after is not None:
+    if before is not None and after is not None and after != before:
         return after < before
     return _frugality(new) > _frugality(old)
 

@@ -142,6 +142,12 @@ def corrected(ladder: Ladder, plan: Plan, observed_peak_bytes: int) -> Ladder:
     return Ladder(rungs=tuple(rungs), rejected=(*ladder.rejected, *rejected), notes=ladder.notes)
 
 
+def with_threads(ladder: Ladder, most: int) -> Ladder:
+    """The ladder with at most so many threads for each worker."""
+    rungs = (replace(r, plan=r.plan.with_(threads=max(1, min(r.plan.threads, most)))) for r in ladder.rungs)
+    return replace(ladder, rungs=tuple(rungs))
+
+
 def gib(size: float) -> str:
     """Bytes as people read them: `9.1 GiB`, `310 MiB`."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

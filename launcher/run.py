@@ -1,5 +1,6 @@
 """One run from start to end. Read `launch` from top to bottom."""
 
+import os
 import signal
 import time
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rung.launcher.fallback import GiveUp, Recovery, Tried, rules_of
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job, changes
 from rung.launcher.keeper import Keeper
-from rung.launcher.planner import Ladder, plan_ladder
+from rung.launcher.planner import Ladder, plan_ladder, with_threads
 from rung.launcher.profiling import find_profile, worth_it
 from rung.launcher.report import show_end, show_findings, show_plan, show_start
 from rung.launcher.signals import Signals
@@ -76,7 +77,13 @@ def launch(job: Job, options: Options, view: View) -> None:
 
 
 def make_ladder(job: Job, hardware: Hardware, view: View) -> Ladder:
-    """Profiles the task where that can change the choice, and plans."""
+    """Profiles the task where that can change the choice, and plans. OMP_NUM_THREADS, if set, is the most threads of
+    a worker, as everywhere else."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return with_threads(_ladder(job, hardware, view), int(wanted)) if wanted.isdigit() else _ladder(job, hardware, view)
+
+
+def _ladder(job: Job, hardware: Hardware, view: View) -> Ladder:
     simple = plan_ladder(job, hardware)
     if not worth_it(job, simple.best.device):
         return simple

@@ -52,6 +52,18 @@ def test_the_failed_rung_is_never_tried_again():
     assert end.fits_nowhere
 
 
+def test_after_good_steps_what_no_prediction_explains_takes_the_next_smaller_rung():
+    small = [plan(micro=m, peak=100 + m) for m in (16, 8, 4, 1)]
+    found = decide([tried(small[0], first=0, step=900, peak=10**9)], ladder(*small), Rules())
+    assert found.plan.micro_batch == 8
+
+
+def test_at_the_first_step_what_no_prediction_explains_takes_the_most_frugal_rung():
+    small = [plan(micro=m, peak=100 + m) for m in (16, 8, 4, 1)]
+    found = decide([tried(small[0], peak=10**9)], ladder(*small), Rules())
+    assert found.plan.micro_batch == 1
+
+
 def test_without_predictions_a_more_frugal_plan_is_taken():
     big, small, zero = plan(micro=16), plan(micro=8), plan("zero2", micro=16)
     assert decide([tried(big)], ladder(big, small, zero), Rules()).plan == small
