@@ -312,7 +312,12 @@ def _micro_batches(query: _Query, count: int) -> list[int]:
 
 def _senseless(query: _Query, plan: Plan) -> str:
     """Why no one should run this plan, whatever its memory; empty if it may be worth it."""
-    pinned = query.pins
+    pinned, profile = query.pins, query.profile
+    if plan.activation_checkpointing and pinned.activation_checkpointing is None:
+        if profile is None:
+            return "whether there are blocks to checkpoint is not known without a profile"
+        if profile.checkpointed is None:
+            return "the model has no repeated blocks to checkpoint"
     offloads = {plan.offload_optimizer, plan.offload_parameters} - {"none"}
     if plan.device == "cpu" and "host" in offloads:
         return "on a CPU the device is the host: offload to it gains nothing"

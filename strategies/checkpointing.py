@@ -54,7 +54,7 @@ def enable(model: torch.nn.Module) -> str:
         raise JobError(
             f"activation checkpointing: {type(model).__name__} has no repeated blocks (a ModuleList or Sequential with "
             "several children of one class, each made of layers) and no gradient_checkpointing_enable method",
-            hint="set strategy.activation_checkpointing: false, or give the model a gradient_checkpointing_enable()",
+            hint="set strategy.checkpointing: false, or give the model a gradient_checkpointing_enable()",
         )
     for block in found.values():
         block.forward = _checkpointed(block, block.forward)
