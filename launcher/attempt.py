@@ -35,6 +35,7 @@ from rung.launcher.salvage import salvage
 from rung.launcher.signals import Signals
 from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.metrics import Metrics
+from rung.launcher.watch.monitor import Monitor
 from rung.launcher.watch.progress import Status, View, duration
 from rung.strategies.errors import RungError
 from rung.strategies.findings import Finding
@@ -116,10 +117,14 @@ class Attempt:
                        memory_cap_bytes=cap)
             for rank in range(self.plan.devices)
         ]  # fmt: skip
-        with Workers.start(ENTRY, specs, deadline_s=START_S) as workers:
-            self.workers = workers
+        with (
+            Workers.start(ENTRY, specs, deadline_s=START_S) as workers,
+            Monitor(workers, self.plan, self.metrics, self.folder.local, self._on_finding) as monitor,
+        ):
+            self.workers, self.monitor = workers, monitor
             while len(self.ended) < self.plan.devices:
                 self._serve_all(POLL_S)
+                self.monitor.tick()
                 if self._failed():
                     self._rescue()
                     break
@@ -162,6 +167,7 @@ class Attempt:
 
     def _on_ready(self, ready: Ready) -> None:
         self.outcome.first_step = self.outcome.step = ready.step
+        self.monitor.ready(ready)
         self.status.step, self.status.total_steps = ready.step, ready.total_steps
         frozen = ready.parameters - ready.trainable
         self.view.say(
@@ -174,6 +180,7 @@ class Attempt:
         last = steps.records[-1]
         now = time.monotonic()
         self.metrics.steps(steps.records)
+        self.monitor.steps(steps.records)
         self._recent = [(t, n) for t, n in [*self._recent, (now, last.samples_seen)] if now - t <= 10.0]
         (_, n0), span = self._recent[0], now - self._recent[0][0]
         s = self.status
@@ -188,12 +195,14 @@ class Attempt:
 
     def _on_validated(self, result: Validated) -> None:
         self.metrics.validated(result)
+        self.monitor.validated(result.seconds)
         self.outcome.last_metrics = result.metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
         self.view.say(f"validation step {result.step:,}: {shown}  ({duration(result.seconds)})")
 
     def _on_saved(self, saved: Saved) -> None:
         part = saved.part
+        self.monitor.saved(saved)
         self.parts[part.step][part.rank] = part
         if len(self.parts[part.step]) < part.world:
             return
@@ -213,11 +222,11 @@ class Attempt:
                 self.folder.event("note", text=text)
                 self.view.say(f"{'warning' if warning else 'note':<10} {text}", style="yellow" if warning else "")
             case Noticed(finding=finding, step=step, samples=samples):
-                self._on_finding(finding, step=step, samples=samples)
+                self._on_finding(finding, step, samples)
             case Spiked():
                 self.outcome.spiked = said
 
-    def _on_finding(self, finding: Finding, *, step: int, samples: tuple[int, ...] = ()) -> None:
+    def _on_finding(self, finding: Finding, step: int, samples: tuple[int, ...] = ()) -> None:
         """Shows and keeps what was noticed while it trains."""
         text, style = finding_lines(finding)
         named = ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
@@ -293,6 +302,7 @@ class Attempt:
     def _close(self) -> None:
         """Ends what still runs, and fills in the outcome from the first failure in time."""
         left = len(self.ended) < self.plan.devices
+        self.monitor.conclude()
         self.workers.stop(grace_s=0.0 if self.signals.again or self.positions else 3.0)
         self._serve_all(0.0)
         outcome = self.outcome

@@ -37,12 +37,18 @@ class Metrics:
         for r in records:
             self._write({"kind": "step", **asdict(r)})
             self._scalars(r.step, {"loss/train": r.loss, "gradient_norm": r.norm, "learning_rate": r.lr,
-                                   "seconds/step": r.seconds, "seconds/data": r.data_s})  # fmt: skip
+                                   "seconds/step": r.seconds, "seconds/data": r.data_s,
+                                   "seconds/exchange": r.exchange_s})  # fmt: skip
 
     def validated(self, result: Validated) -> None:
         """Adds the weighted means of one validation."""
         self._write({"kind": "validation", "step": result.step, "seconds": result.seconds, **result.metrics})
         self._scalars(result.step, {f"{name}/valid": value for name, value in result.metrics.items()})
+
+    def resources(self, step: int, values: dict[str, float]) -> None:
+        """Adds what the machine gave since the last such line, and where the time went."""
+        self._write({"kind": "resources", "step": step, "time": round(time.time(), 3), **values})
+        self._scalars(step, {f"resources/{name}": value for name, value in values.items()})
 
     def rewind(self, step: int) -> None:
         """Says that the next lines go on from `step`; lines of later steps above are void."""
