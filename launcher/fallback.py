@@ -114,7 +114,7 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
         # The prediction cannot explain what was seen. After steps that went well it was one sample or a neighbour, and
         # the next smaller rung will do; at the first step only the most frugal one is left to hope for.
         left = replace(ladder, rungs=tuple(r for r in ladder.rungs if _key(r.plan) != _key(last.plan)))
-        choices = [p for p in uncorrected if eases(last.plan, p, last.cause)]
+        choices = [p for p in uncorrected if _frugality(p) > _frugality(last.plan)]
         if last.step <= last.first_step:
             choices.sort(key=_frugality, reverse=True)
     for plan in choices:
