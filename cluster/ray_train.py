@@ -9,9 +9,9 @@ runtime environment there, and runs one `rung.cluster.agent` in each bundle. Eve
 
 Why Ray Train's trainers are not used. A TorchTrainer has a control loop of its own, and there can be one that decides:
 when a worker fails, Train ends the others at once, while rung first has a survivor write the state of the last
-completed step; Train starts again with the same code, while rung may need another plan. And Train runs the function in a
-thread of an actor: there is no signal handler for preemption, no exit status of its own that tells out-of-memory from a
-crash, no memory cap, and no stacks of a hang. What rung takes from Ray are the layers below Train.
+completed step; Train starts again with the same code, while rung may need another plan. And Train runs the function in
+a thread of an actor: there is no signal handler for preemption, no exit status of its own that tells out-of-memory
+from a crash, no memory cap, and no stacks of a hang. What rung takes from Ray are the layers below Train.
 """
 
 import contextlib
@@ -112,10 +112,14 @@ class RayCluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         asked = time.time()
-        question = ray.remote(look).options(num_cpus=0, max_retries=0)
+        question = ray.remote(look)
         nodes = self.nodes()
         refs = [
-            question.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(check)
+            question.options(
+                num_cpus=0,
+                max_retries=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            ).remote(check)
             for node in nodes
         ]
         until = time.monotonic() + deadline_s
