@@ -67,15 +67,12 @@ class ZeroStrategy(Strategy):
 
     def _build(self, make_model: MakeModel, make_optimizer: MakeOptimizer) -> None:
         module = self._make(make_model)
-        if reasons := refusals(module, self.plan):
-            raise JobError(
-                f"{self.plan.strategy} cannot train this model: " + "; ".join(reasons),
-                hint="use strategy: ddp or single, or change the model",
-            )
+        self._refuse(refusals(module, self.plan))
         if self.plan.activation_checkpointing:
             checkpointing.enable(module)
         with whole_shapes():
             optimizer = make_optimizer(module)
+        self._refuse(refusals(module, self.plan, optimizer))
         trained = trained_parameters(module, optimizer)
         zero_runtime.prepare_optimizer(optimizer)
         counts = [math.prod(shape_of(p)) for p in trained]
@@ -101,6 +98,13 @@ class ZeroStrategy(Strategy):
             world=self.plan.devices,
             loss_scale=self._amp.loss_scale,
         )
+
+    def _refuse(self, reasons: list[str]) -> None:
+        if reasons:
+            raise JobError(
+                f"{self.plan.strategy} cannot train this: " + "; ".join(reasons),
+                hint="use strategy: ddp or single, or change the model or the optimizer",
+            )
 
     def _make(self, make_model: MakeModel) -> torch.nn.Module:
         if self.plan.zero_stage < 3:

@@ -13,6 +13,7 @@ On CUDA, what is drawn by such later code comes from the device's generator, not
 there by then; it is the same on every rank, for rank 0's values are kept.
 """
 
+import ctypes
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 # Gathered at once while later code initialises weights: a weight, its bias, and what it is tied to or copied from.
 _OPEN = 4
+# A module of at least this size leaves a hole worth giving back.
+_TRIM_BYTES = 1 << 20
 # Reading these needs no values and no shape.
 _HARMLESS = {"__get__", "__hash__", "__repr__"}
 _HARMLESS_GETTERS = {
@@ -121,6 +124,14 @@ def _cut(parameter: Any) -> None:
         parameter.partition(has_been_updated=True)
 
 
+def _give_back() -> None:
+    """Returns freed host memory to the system: else the C library keeps a hole for each weight that was cut up, and
+    the process grows by the whole model after all."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it; others need it less
+    if trim is not None:
+        trim(0)
+
+
 def _init_class() -> Any:
     """`zero.Init` with the changes of this module. A function, since importing DeepSpeed takes a while."""
     from deepspeed import zero
@@ -134,7 +145,10 @@ def _init_class() -> Any:
                 for parameter in module.parameters(recurse=False):
                     if not hasattr(parameter, "ds_id") and parameter.dtype == torch.float32:
                         parameter.data = parameter.data.to(self.dtype)
+                size = sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
                 super()._post_init_method(module)
+                if size >= _TRIM_BYTES:
+                    _give_back()
 
         def _all_gather(self, *args: Any, **kwargs: Any) -> Any:
             with torch._C.DisableTorchFunction():

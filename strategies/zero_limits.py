@@ -26,6 +26,8 @@ def refusals(model: torch.nn.Module, plan: Plan, optimizer: torch.optim.Optimize
         reasons += [f"{label} {reason}" for reason in _module(module, plan)]
     if optimizer is not None and type(optimizer).__name__ in _SHAPED:
         reasons.append(f"{type(optimizer).__name__} needs whole parameters, and a partition ends anywhere within one")
+    if isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
+        reasons.append("DeepSpeed makes Adagrad anew, and forgets that its parameter groups differ")
     return reasons
 
 

@@ -1,9 +1,11 @@
 """All that touches DeepSpeed's workings: starting it in a worker, its optimizers' insides, and getting rid of it."""
 
 import contextlib
+import gc
 import io
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -70,11 +72,13 @@ def _environment(plan: Plan, rank: int, device: torch.device) -> Iterator[None]:
 
 
 def _import(plan: Plan) -> None:
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It warns on standard output of what rung does on purpose, and of skipped steps, which rung reports itself.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    fresh = "deepspeed" not in sys.modules
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.utils import logger
 
-    logger.setLevel(logging.WARNING)
+    logger.setLevel(logging.ERROR)
     if get_accelerator()._name != plan.device:
         if plan.device == "cpu":
             from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator as Chosen
@@ -88,6 +92,10 @@ def _import(plan: Plan) -> None:
 
     # An op that would be compiled at start-up, for a collective that training does not use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if fresh:
+        # DeepSpeed collects garbage at several points; with a million objects of imported modules that takes seconds.
+        gc.collect()
+        gc.freeze()
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning, module="torch.distributed"
     )

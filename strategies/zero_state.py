@@ -78,12 +78,13 @@ class ZeroState:
         self.parts: list[Fragment] = fragments(zero, self.names)
         self.fragmented = Fragmented(inner, partitions(zero), self.parts)
         self._disk = DiskState(zero, inner)
-        self._made: list[torch.Tensor] = []
+        self._expecting: list[torch.nn.Parameter] = []
         self._staged: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
 
     def expected(self) -> dict[str, int]:
-        """`model/<parameter>` -> its elements, for `verify_owned`."""
-        return {f"model/{name}": _count(shape_of(parameter)) for parameter, name in self.names.items()}
+        """`model/<parameter or buffer>` -> its elements, for `verify_owned`."""
+        found = {f"model/{name}": _count(shape_of(parameter)) for parameter, name in self.names.items()}
+        return found | {f"model/{name}": tensor.numel() for name, tensor in buffers(self._module).items()}
 
     def save(self, *, alone: bool = False) -> list[Interval]:
         """What this rank owns: views of the live state, of swap files for what is on disk. `alone`: with all that it
@@ -112,16 +113,16 @@ class ZeroState:
         return found
 
     def restored(self) -> None:
-        """Writes staged numbers back, and takes away state that was made for loading but not filled."""
+        """Writes staged numbers back, and takes away optimizer state that was not filled: it starts afresh."""
         for staging, write_back in self._staged:
             if not bool(staging.isnan().any()):
                 write_back(staging)
         self._staged.clear()
-        for view in self._made:
+        for view in self._expecting:
             state = self._inner.state[view]
             if any(_unfilled(value) for value in state.values()):
                 del self._inner.state[view]
-        self._made.clear()
+        self._expecting.clear()
         self._disk.restored()
 
     def _numbers(self) -> dict[str, float]:
@@ -179,8 +180,9 @@ class ZeroState:
             if hasattr(self._zero, "fp16_groups"):
                 self._materialise_stage3()
             else:
-                self._made += materialise(self._inner)
-        for view in self._made:
+                materialise(self._inner)
+        self._expecting = [part.view for part in self.parts if part.view is not None and part.view in self._inner.state]
+        for view in self._expecting:
             for value in self._inner.state[view].values():
                 _mark(value)
 
@@ -193,13 +195,11 @@ class ZeroState:
                 self._zero._optimizer_states_and_gradient_swap_in(index)
             group["params"] = [flat] if disk else [part.view for part in self.parts if part.index == index]
             try:
-                made = materialise(self._inner)
+                materialise(self._inner)
             finally:
                 group["params"] = []
             if disk:
                 self._zero._optimizer_states_and_gradient_swap_out(index)
-            else:
-                self._made += made
 
 
 _SCALE_KEYS = ("scale", "clean_steps")
