@@ -67,8 +67,8 @@ def main() -> None:
             pass
 
     calls: dict[str, Callable[[], object]] = {f"bare DataLoader, {b}": lambda b=b: bare(b) for b in (256, 1024)}
-    for name, task in (("check", plain), ("check with label()", labelled)):
-        calls[name] = lambda a=TaskAdapter(task): check_task(a, seed=0, full=True)
+    for name, task in (("check", TaskAdapter(plain)), ("check with label()", TaskAdapter(labelled))):
+        calls[name] = lambda task=task: check_task(task, seed=0, full=True)
     calls["data.clean"] = lambda: to_drop(plain.train, ["drop_duplicates", "drop_missing"])
     print(f"{count:,} samples of {WIDTH} numbers and a label, {workers} processes")
     taken = seconds(calls, args.repeats)

@@ -74,8 +74,8 @@ def to_drop(
 
 def _copies(hashes: npt.NDArray[np.uint64], indices: Ints) -> Ints:
     order = np.lexsort((indices, hashes))
-    again = np.r_[False, hashes[order][1:] == hashes[order][:-1]]
-    return np.sort(indices[order][again])
+    again = hashes[order][1:] == hashes[order][:-1]
+    return np.sort(indices[order][1:][again])
 
 
 def kept_after(size: int, dropped: Indices) -> Indices:

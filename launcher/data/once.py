@@ -19,7 +19,6 @@ from rung.strategies.errors import DataError, ObjectMissing, StorageError
 
 #: How long ranks wait for rank 0's pass over the data, in seconds. Should rank 0 fail, the launcher ends them all.
 PATIENCE_S = 24 * 3600.0
-_LARGEST_BYTES = 1 << 40
 _AGAIN = "the same data gives the same file again: delete both files of that name"
 
 
@@ -80,7 +79,7 @@ def _keep(store: Store, name: str, values: npt.NDArray[np.int64], facts: dict[st
 def _load(store: Store, name: str) -> Kept | None:
     try:
         facts = json.loads(store.read(f"data/{name}.json"))
-        data = store.read(f"data/{name}.npy", limit_bytes=_LARGEST_BYTES)
+        data = store.read(f"data/{name}.npy", limit_bytes=store.size(f"data/{name}.npy"))
         digest = facts.pop("digest")
         values = np.load(io.BytesIO(data), allow_pickle=False).astype(np.int64)
     except ObjectMissing:

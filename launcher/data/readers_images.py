@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_LARGEST_BYTES = 1 << 30
 
 
 class ImageFolder:
@@ -60,7 +59,7 @@ class ImageFolder:
             raise IndexError(f"sample {index} of {len(self.paths)}")
         path = self.paths[index]
         store = Store.open(self._folder, self._options)
-        image = _decoded(store.read(path, limit_bytes=_LARGEST_BYTES), store.url_of(path), index % len(self.paths))
+        image = _decoded(store.read(path, limit_bytes=store.size(path)), store.url_of(path), index % len(self.paths))
         label = int(self.labels[index])
         image = image.convert(self.mode)
         if self.size is not None:
