@@ -29,11 +29,12 @@ class Phase:
 @dataclass(kw_only=True, slots=True)
 class Work:
     """Operations since the last question: FLOPs of products, bytes moved by the rest, how many there were, and the
-    bytes of the largest convolution's kernel (0 for none)."""
+    convolutions forward with the bytes of the largest kernel."""
 
     flops: float = 0.0
     moved: float = 0.0
     operations: int = 0
+    convolutions: int = 0
     kernel_bytes: int = 0
 
 
@@ -113,6 +114,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if (formula := flop_registry.get(packet)) is not None:
             work.flops += formula(*args, **kwargs, out_val=out)
             if packet.__name__ == "convolution":
+                work.convolutions += 1
                 work.kernel_bytes = max(work.kernel_bytes, size_of(args[1]))
         elif packet.__name__.startswith(CPU_FLASH):
             work.flops += _attention_flops(packet.__name__, args)

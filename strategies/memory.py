@@ -4,9 +4,8 @@ All formulas count bytes on one device. With P the trainable elements, F the fro
 a weight as the strategy holds it, and q = P/N:
 
     single, ddp    weights (P+F)·w, gradients P·w, optimizer state K·P
-    zero1          weights (P+F)·w, gradients P·w, fp32 masters and state (4+K)·q
-    zero2          as zero1, gradients q·w
-    zero3          weights (P+F)·w/N, gradients q·w, masters and state (4+K)·q, and the live parameters
+    zero1, zero2   weights (P+F)·w, fp32 masters and state (4+K)·q, gradients 4·q while micro-batches accumulate
+    zero3          weights (P+F)·w/N, masters and state (4+K)·q, gradients 4·q, and the live parameters
 
 after Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020), section 5,
 with K the optimizer's own bytes per element (8 for Adam), as traced. Activations and temporaries come from the trace.
@@ -33,8 +32,11 @@ ZERO3_LIVE_ELEMENTS = 100_000_000
 # Measured on a CPU, with what `PRELOAD` of the launcher imports in place (see `_overhead`).
 LIBRARIES_BYTES = 15 * MIB
 THREAD_BYTES = 10 * MIB
-CONVOLUTION_BYTES = 24 * MIB
-GLOO_BYTES = 20 * MIB
+CONVOLUTION_BYTES = 2 * MIB
+MOST_CONVOLUTION_BYTES = 24 * MIB
+GLOO_BYTES = 60 * MIB
+ZERO_LIBRARY_BYTES = 106 * MIB
+ZERO3_LIBRARY_BYTES = 150 * MIB
 # glibc's malloc.h: the least size of a block that is mapped by itself.
 M_MMAP_THRESHOLD = -3
 STEADY_BYTES = 512 * 2**10
@@ -154,7 +156,6 @@ def _state(profile: Profile, plan: Plan) -> list[Item]:
         ]
     width, part = weight_width(plan), -(-trainable // n)
     weights = (trainable + frozen) * width
-    gradients = trainable * width if stage == 1 else part * width
     state = 4 * part + -(-profile.optimizer_bytes // n)
     items = [buffers]
     if stage == 3:
@@ -163,10 +164,12 @@ def _state(profile: Profile, plan: Plan) -> list[Item]:
         items.append(Item(name="live parameters", device_bytes=live, source="gathered for use, at most the live limit"))
     else:
         items.append(Item(name="weights", device_bytes=weights, source="(P+F)·w"))
-    items.append(Item(name="gradients", device_bytes=gradients, source="P·w" if stage == 1 else "P·w/N"))
     items.append(_placed("masters and optimizer", state, plan.offload_optimizer, "(4+K)·P/N"))
     if plan.offload_optimizer != "none":
-        items.append(Item(name="gradients for the host", host_bytes=4 * part, source="fp32 copies, pinned: 4·P/N"))
+        items.append(Item(name="gradients for the host", host_bytes=4 * part, source="fp32 partition: 4·P/N"))
+    elif stage == 3 or accumulation(plan) > 1:
+        # Stages 1 and 2 keep none when a step is one micro-batch: what is reduced goes into the update at once.
+        items.append(Item(name="gradients, partition", device_bytes=4 * part, source="fp32: 4·P/N"))
     return items
 
 
@@ -183,7 +186,9 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
     """What comes and goes within a step: the highest of forward and backward, and of the optimizer's step.
 
     With gradients that wait for their owner's step (single), the first micro-batch makes them as it goes and frees
-    activations meanwhile; with buckets (ddp) or partitions (zero) their place is taken from the start.
+    activations meanwhile; with buckets (ddp) or partitions (zero) their place is taken from the start, and what ddp
+    accumulates before its last micro-batch waits beside the buckets. DDP begins by sending all weights in flat copies
+    of up to 250 MiB (PyTorch's _sync_module_states).
     """
     activity = _activity(profile, plan)
     later = highest(activity.again, plan.micro_batch)
@@ -191,10 +196,19 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
     if plan.strategy == "single":
         first = highest(activity.first, plan.micro_batch) - profile.gradient_bytes
         passes = max(first, later) if accumulation(plan) > 1 else first
+    elif plan.strategy == "ddp" and accumulation(plan) > 1:
+        passes += profile.gradient_bytes
     update = profile.step_bytes if plan.zero_stage == 0 else -(-profile.step_bytes // plan.devices)
     if plan.offload_optimizer != "none":
         update = 0
     size = int(max(passes * factors.activations, update, 0.0))
+    if plan.strategy == "ddp":
+        sent = min(profile.weight_bytes, 250 * MIB)
+        size = max(size, sent - profile.gradient_bytes - profile.optimizer_bytes)
+    if plan.zero_stage:
+        # What DeepSpeed flattens, gathers and prefetches; more than the activations of a small micro-batch.
+        bucket = 4 * min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
+        size = max(size, bucket * 3 // 4 + 20 * MIB if plan.zero_stage == 3 else bucket // 2 + 74 * MIB)
     batch = int(profile.input_bytes.at(plan.micro_batch))
     return [
         Item(name="activations", device_bytes=size, source=f"{profile.method}, micro-batch {plan.micro_batch}"),
@@ -206,17 +220,17 @@ def _communication(profile: Profile, plan: Plan) -> list[Item]:
     """Buckets. DDP: the gradients end up in its buckets, which are there from the start (PyTorch's reducer.cpp with
     gradient_as_bucket_view); while micro-batches accumulate, their sum waits beside the buckets. ZeRO: two contiguous
     reduce buckets (overlap_comm doubles the buffer, DeepSpeed's stage_1_and_2.py); none is larger than the model."""
-    if plan.strategy == "ddp" and plan.devices > 1:
-        waiting = profile.gradient_bytes if accumulation(plan) > 1 else 0
-        items = [Item(name="accumulated gradients", device_bytes=waiting, source="beside DDP's buckets")]
-        return (
-            [*items, Item(name="gloo", device_bytes=GLOO_BYTES, source="measured")] if plan.device == "cpu" else items
-        )
+    if plan.strategy == "ddp" and plan.device == "cpu" and plan.devices > 1:
+        return [Item(name="gloo and Accelerate", device_bytes=GLOO_BYTES, source="measured")]
     if plan.zero_stage == 0:
         return []
-    elements = min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
+    size = 4 * min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
     copies = 2 if plan.device == "cuda" and plan.offload_optimizer == "none" else 1
-    return [Item(name="buckets", device_bytes=copies * elements * 4, source=f"{copies} reduce buckets, fp32")]
+    items = [Item(name="buckets", device_bytes=copies * size, source=f"{copies} fp32 reduce buckets")]
+    if plan.device == "cpu":
+        libraries = ZERO3_LIBRARY_BYTES if plan.zero_stage == 3 else ZERO_LIBRARY_BYTES
+        items.append(Item(name="gloo and DeepSpeed", device_bytes=libraries, source="measured"))
+    return items
 
 
 def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item]) -> list[Item]:
@@ -227,8 +241,8 @@ def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item])
     so_far = sum(item.device_bytes for item in items)
     if plan.device == "cpu":
         libraries = LIBRARIES_BYTES + THREAD_BYTES * (plan.threads - 1)
-        if profile.kernel_bytes:
-            libraries += CONVOLUTION_BYTES + 2 * profile.kernel_bytes
+        libraries += min(MOST_CONVOLUTION_BYTES, CONVOLUTION_BYTES * profile.convolutions)
+        libraries += 2 * profile.kernel_bytes
         slack = so_far // 200
         if plan.memory_cap_bytes is None:
             moving = sum(item.device_bytes for item in items if item.name in ("activations", "gradients"))
@@ -255,7 +269,8 @@ def _error(plan: Plan, factors: Factors) -> float:
     if factors.error is not None:
         return max(0.02, factors.error)
     if plan.device == "cpu":
-        return 0.06 if plan.memory_cap_bytes else 0.15
+        steady = 0.08 if plan.zero_stage else 0.06
+        return steady if plan.memory_cap_bytes else 0.15
     return 0.08
 
 

@@ -100,7 +100,7 @@ class Profile:
     foreach_step_bytes: the same for the optimizer's "foreach" form, which PyTorch takes on CUDA.
     input_bytes: one batch as the loader gives it.
     largest_parameter: elements of the largest.
-    kernel_bytes: the largest convolution's weights, 0 where nothing is convolved.
+    convolutions, kernel_bytes: how many run in a forward pass, and the weights of the largest.
     longest: what was taken for the longest sample ("sample 12 of 64"), empty where sizes do not vary.
     """
 
@@ -118,6 +118,7 @@ class Profile:
     checkpointed: Activity | None = None
     foreach_step_bytes: int = 0
     largest_parameter: int = 0
+    convolutions: int = 0
     kernel_bytes: int = 0
     longest: str = ""
     note: str = ""

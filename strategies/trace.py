@@ -11,7 +11,7 @@ What cannot be seen: memory that a kernel takes and returns within one operation
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ SIZES = (2, 4)
 CHECK_SIZE = 7
 # A third trace checks the lines only where it costs little.
 CHECK_OPERATIONS = 4000
+# A model with recurrent layers is measured rather than traced if its weights are no more than this.
+MOST_RECURRENT_BYTES = 512 * 2**20
 
 
 def profile_task(
@@ -52,6 +54,11 @@ def profile_task(
     """
     trace = functools.partial(_session, task, make_optimizer, make_batch, precision, clip, fake)
     facts, runs = trace(checkpoint=False)
+    if fake and facts.recurrent_bytes and facts.recurrent_bytes < MOST_RECURRENT_BYTES:
+        # On a CPU oneDNN's recurrent kernels keep a workspace, and fake tensors take another path through PyTorch.
+        real = profile_task(task, make_optimizer, make_batch, precision=precision, clip=clip, fake=False, name=name,
+                            digest=digest, longest=longest)  # fmt: skip
+        return replace(real, note="Recurrent layers keep what only a real step shows, so one was measured.")
     check = runs.pop() if len(runs) > len(SIZES) else None
     recomputed = _activity(trace(checkpoint=True)[1], None) if facts.can_checkpoint else None
     method: Method = "traced" if fake else "measured"
@@ -70,6 +77,7 @@ def profile_task(
         plain=_activity(runs, check),
         checkpointed=recomputed,
         largest_parameter=facts.largest_parameter,
+        convolutions=facts.convolutions,
         kernel_bytes=facts.kernel_bytes,
         longest=longest,
     )
@@ -105,9 +113,11 @@ class _Facts:
     foreach_step_bytes: int
     buffer_bytes: int
     largest_parameter: int
+    convolutions: int
     kernel_bytes: int
     groups: tuple[ParameterGroup, ...]
     can_checkpoint: bool
+    recurrent_bytes: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,6 +129,7 @@ class _Run:
     flops: float
     moved: float
     operations: int
+    convolutions: int
     kernel_bytes: int
     input_bytes: int
 
@@ -167,9 +178,11 @@ def _session(
             foreach_step_bytes=update[2],
             buffer_bytes=sum(size_of(buffer) for buffer in model.buffers()),
             largest_parameter=max((p.numel() for p in model.parameters()), default=0),
+            convolutions=max(run.convolutions for run in runs),
             kernel_bytes=max(run.kernel_bytes for run in runs),
             groups=_groups(model),
             can_checkpoint=can,
+            recurrent_bytes=sum(map(size_of, model.parameters())) if _recurrent(model) else 0,
         )
     return facts, runs
 
@@ -187,6 +200,7 @@ def _traced(task: Any, model: torch.nn.Module, batch: Any, amp: Amp, ledger: Led
         flops=work.flops,
         moved=work.moved,
         operations=work.operations,
+        convolutions=work.convolutions,
         kernel_bytes=work.kernel_bytes,
         input_bytes=sum(map(size_of, tensors)),
     )
@@ -250,6 +264,10 @@ def _foreach(optimizer: torch.optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         group["foreach"] = True
     return True
+
+
+def _recurrent(model: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.RNNBase) for module in model.modules())
 
 
 def _groups(model: torch.nn.Module) -> tuple[ParameterGroup, ...]:
