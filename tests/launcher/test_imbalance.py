@@ -1,5 +1,9 @@
 """Classes of unequal size: the decision and its reason, weights, and an order that draws classes evenly."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -155,3 +159,14 @@ def test_a_large_set_costs_little_at_any_place():
     drawn = order.indices(5, 2_000_000, 4096)
     assert len(drawn) == 4096
     assert abs(int(labels[drawn].sum()) - 2048) < 200
+
+
+@pytest.mark.slow
+def test_both_ways_raise_the_balanced_accuracy_of_the_skewed_example():
+    task = Path(__file__).parents[2] / "examples/digits_skewed/task.py"
+    done = subprocess.run([sys.executable, str(task)], capture_output=True, text=True, timeout=115)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    balanced = {row[0]: float(row[1]) for row in rows}
+    assert balanced["resample"] > balanced["none"] + 0.1
+    assert balanced["weights"] > balanced["none"] + 0.05
