@@ -1,5 +1,6 @@
 """Loading state: only the bytes that are needed, in parallel, verified, straight into where they belong."""
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 
 from rung.launcher.checkpoint.layout import TORCH_DTYPES
 from rung.launcher.checkpoint.manifest import Manifest
-from rung.launcher.checkpoint.pieces import ITEM_BYTES
+from rung.launcher.checkpoint.pieces import ITEM_BYTES, Ints
 from rung.launcher.checkpoint.reads import Segments, VerifiedFiles, plan_reads
 from rung.launcher.storage import Store
 from rung.strategies.errors import StorageError
@@ -52,8 +53,9 @@ class Loader:
             numbers = [
                 n if n >= 0 else index.get(aliases.get(i.name, ""), -1) for n, i in zip(numbers, intervals, strict=True)
             ]
-        missing = tuple(dict.fromkeys(i.name for i, n in zip(intervals, numbers, strict=True) if n < 0))
-        if missing:
+        missing: tuple[str, ...] = ()
+        if -1 in numbers:
+            missing = tuple(dict.fromkeys(i.name for i, n in zip(intervals, numbers, strict=True) if n < 0))
             if not allow_missing:
                 raise self._refused(f"{len(missing)} names are not in it: {', '.join(missing[:5])}")
             intervals = [i for i, n in zip(intervals, numbers, strict=True) if n >= 0]
@@ -65,7 +67,9 @@ class Loader:
             wanted_bytes=wanted,
             seconds=time.perf_counter() - began,
             missing=missing,
-            unexpected=tuple(name for i, name in enumerate(tensors.names) if i not in asked),
+            unexpected=()
+            if len(asked) == len(tensors)
+            else tuple(name for i, name in enumerate(tensors.names) if i not in asked),
         )
 
     def full_tensor(self, name: str) -> torch.Tensor:
@@ -122,7 +126,7 @@ class Loader:
 
 
 class _Scatter:
-    """Runs the reads of one load: `run(task)` from any thread."""
+    """Runs the reads of one load: `run(task)` from any thread. Columns, not loops: there may be 100,000 tensors."""
 
     def __init__(
         self,
@@ -133,99 +137,89 @@ class _Scatter:
         numbers: Sequence[int],
     ) -> None:
         self._files, self._entries = files, manifest.files
-        self._segments, self._intervals = segments, intervals
-        self._dtypes = [TORCH_DTYPES[manifest.tensors.dtypes[n]] for n in numbers]
+        self._segments = segments
+        self._data = [i.data for i in intervals]
+        self._lengths = np.array([d.numel() for d in self._data], dtype=np.int64)
+        self._dtype_names = sorted(set(manifest.tensors.dtypes))
+        code = {name: i for i, name in enumerate(self._dtype_names)}
+        codes = np.array([code[d] for d in manifest.tensors.dtypes], dtype=np.int64)
+        self._code = codes[np.array(numbers, dtype=np.int64)][segments.owner]  # of each segment
         self._stops = np.append(segments.tasks[1:], len(segments.file))
-        self._on_cuda = any(i.data.is_cuda for i in intervals)
+        self._on_cuda = any(d.is_cuda for d in self._data)
         self._local = threading.local()
 
     def run(self, task: int) -> None:
         """Reads one window's worth of segments, verifies it, and brings it to its destinations."""
-        low, high = int(self._segments.tasks[task]), int(self._stops[task])
-        file = int(self._segments.file[low])
-        entry = self._entries[file]
-        owners = self._segments.owner[low:high].tolist()
-        offsets = self._segments.offset[low:high].tolist()
-        counts = self._segments.nbytes[low:high].tolist()
-        places = self._segments.place[low:high].tolist()
-        first_block = offsets[0] // entry.block_bytes
-        begin = first_block * entry.block_bytes
-        stop = max(o + n for o, n in zip(offsets, counts, strict=True))
-        end = min(-(-stop // entry.block_bytes) * entry.block_bytes, entry.size)
+        rows = slice(int(self._segments.tasks[task]), int(self._stops[task]))
+        file = int(self._segments.file[rows.start])
+        block = self._entries[file].block_bytes
+        offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
+        stops = offsets + counts
+        first_block = int(offsets[0]) // block
+        begin, end = first_block * block, min(-(-int(stops.max()) // block) * block, self._entries[file].size)
         staging = self._staging(end - begin)
-        memory = staging.numpy().data
+        buffers, staged = self._buffers(rows, staging.numpy().data, begin, end)
+        self._files.read(file, first_block, buffers)
+        if not len(staged):
+            return
+        # Neighbours of one type are copied by one call.
+        code = self._code[rows][staged]
+        breaks = np.flatnonzero((code[1:] != code[:-1]) | (stops[staged][:-1] != offsets[staged][1:])) + 1
+        with torch.no_grad():
+            for low, high in itertools.pairwise((0, *breaks.tolist(), len(staged))):
+                self._place(staging, begin, rows.start + staged[low:high])
+
+    def _buffers(self, rows: slice, memory: memoryview, begin: int, end: int) -> tuple[list[memoryview], Ints]:
+        """Where the bytes from `begin` to `end` go: destinations that can be read into, `memory` for the rest.
+
+        Returns the buffers in order, and which of the rows must be copied out of `memory` afterwards.
+        """
+        offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
+        every = np.arange(len(offsets), dtype=np.int64)
+        large = np.flatnonzero(counts >= DIRECT_BYTES)
+        if not len(large) or np.any(offsets[:-1] + counts[:-1] > offsets[1:]):  # two want the same bytes
+            return [memory[: end - begin]], every
         buffers: list[memoryview] = []
-        staged: list[int] = []
+        direct: list[int] = []
         at = begin
-        overlap = any(a + n > b for a, n, b in zip(offsets, counts, offsets[1:], strict=False))
-        for k, (owner, offset, count, place) in enumerate(zip(owners, offsets, counts, places, strict=True)):
-            target = None if overlap or count < DIRECT_BYTES else self._view(owner)
+        for k in large.tolist():
+            row = rows.start + k
+            target = self._view(int(self._segments.owner[row]), int(self._code[row]))
             if target is None:
-                staged.append(k)
                 continue
+            offset, count, place = int(offsets[k]), int(counts[k]), int(self._segments.place[row])
             if offset > at:
                 buffers.append(memory[at - begin : offset - begin])
             buffers.append(target[place : place + count])
+            direct.append(k)
             at = offset + count
         if end > at:
             buffers.append(memory[at - begin : end - begin])
-        self._files.read(file, first_block, buffers)
-        if staged:
-            with torch.no_grad():
-                self._place(staging, begin, staged, owners, offsets, counts, places)
+        return buffers, np.delete(every, direct)
 
-    def _place(
-        self,
-        staging: torch.Tensor,
-        begin: int,
-        staged: list[int],
-        owners: list[int],
-        offsets: list[int],
-        counts: list[int],
-        places: list[int],
-    ) -> None:
-        """Copies verified bytes out of `staging`: neighbours of one type by one call."""
-        group: list[int] = []
-        for k in staged:
-            if group:
-                last = group[-1]
-                same = self._dtypes[owners[k]] == self._dtypes[owners[last]]
-                if not same or offsets[last] + counts[last] != offsets[k]:
-                    self._place_group(staging, begin, group, owners, offsets, counts, places)
-                    group = []
-            group.append(k)
-        self._place_group(staging, begin, group, owners, offsets, counts, places)
-
-    def _place_group(
-        self,
-        staging: torch.Tensor,
-        begin: int,
-        group: list[int],
-        owners: list[int],
-        offsets: list[int],
-        counts: list[int],
-        places: list[int],
-    ) -> None:
-        dtype = self._dtypes[owners[group[0]]]
-        size = dtype.itemsize
-        low, high = offsets[group[0]] - begin, offsets[group[-1]] + counts[group[-1]] - begin
-        lengths = [counts[k] // size for k in group]
-        sources = staging[low:high].view(dtype).split_with_sizes(lengths)
-        targets = []
-        for k, length in zip(group, lengths, strict=True):
-            data = self._intervals[owners[k]].data
-            first = places[k] // size
-            targets.append(data if length == data.numel() else data[first : first + length])
+    def _place(self, staging: torch.Tensor, begin: int, rows: Ints) -> None:
+        """Copies verified bytes of neighbouring segments of one type out of `staging`."""
+        dtype = TORCH_DTYPES[self._dtype_names[int(self._code[rows[0]])]]
+        offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
+        lengths: list[int] = (counts // dtype.itemsize).tolist()
+        firsts = self._segments.place[rows] // dtype.itemsize
+        run = staging[int(offsets[0]) - begin : int(offsets[-1] + counts[-1]) - begin]
+        sources = run.view(dtype).split_with_sizes(lengths)
+        owners = self._segments.owner[rows]
+        targets = [self._data[owner] for owner in owners.tolist()]
+        for k in np.flatnonzero(counts // dtype.itemsize != self._lengths[owners]).tolist():
+            targets[k] = targets[k][int(firsts[k]) : int(firsts[k]) + lengths[k]]
         if self._on_cuda:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
         else:
             torch._foreach_copy_(targets, list(sources))
 
-    def _view(self, owner: int) -> memoryview | None:
+    def _view(self, owner: int, code: int) -> memoryview | None:
         """The destination's bytes, if they can be read into: on the CPU, in order, of the type on disk."""
-        data = self._intervals[owner].data
-        if not (data.device.type == "cpu" and data.is_contiguous() and data.dtype == self._dtypes[owner]):
+        data = self._data[owner]
+        dtype = TORCH_DTYPES[self._dtype_names[code]]
+        if not (data.device.type == "cpu" and data.is_contiguous() and data.dtype == dtype):
             return None
         view: memoryview = data.detach().view(torch.uint8).numpy().data
         return view
