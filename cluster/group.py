@@ -1,13 +1,21 @@
 """What the launcher asks of a group of workers, wherever they run: here, or on the machines of a cluster."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
 from rung.cluster.failures import Ended
 from rung.cluster.local import Event, WorkerSpec
+from rung.cluster.memory_trace import Sample
 from rung.cluster.verdict import Verdict
 from rung.strategies.plan import DeviceType
+
+
+class Samples(Protocol):
+    """Host memory over the last minutes."""
+
+    def samples(self) -> tuple[Sample, ...]:
+        """All kept samples, oldest first; of several machines, those of the one with the least left."""
 
 
 class Group(Protocol):
@@ -16,6 +24,10 @@ class Group(Protocol):
     world: int
     specs: tuple[WorkerSpec, ...]
     ends: list[Ended]
+
+    @property
+    def memory(self) -> Samples:
+        """What was sampled of the workers' memory."""
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -51,10 +63,3 @@ class Group(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-
-
-class Starter(Protocol):
-    """Starts groups: `rung.cluster.local.Workers.start`, or the same of a cluster."""
-
-    def __call__(self, entry: str, specs: Sequence[WorkerSpec], *, deadline_s: float) -> Group:
-        """Runs `function(link, payload)` of `entry` once for each spec."""

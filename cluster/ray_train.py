@@ -97,6 +97,10 @@ class RayCluster:
             if node["Alive"] and node["NodeID"] not in leaving
         )  # fmt: skip
 
+    def up(self) -> frozenset[str]:
+        """Ids of the nodes that are up, also of those about to leave."""
+        return frozenset(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
+
     def _draining(self) -> set[str]:
         with contextlib.suppress(Exception):  # not in every version of Ray; a node that leaves is then just lost
             found: dict[str, int] = self._ray._private.state.state.get_draining_nodes()
@@ -125,7 +129,8 @@ class RayCluster:
         until = time.monotonic() + deadline_s
         answered: dict[Any, float] = {}
         while len(answered) < len(refs) and time.monotonic() < until:
-            ready, _ = ray.wait([ref for ref in refs if ref not in answered], timeout=0.5)
+            left = [ref for ref in refs if ref not in answered]
+            ready, _ = ray.wait(left, num_returns=len(left), timeout=0.1)
             answered.update(dict.fromkeys(ready, time.time()))
         reports: list[NodeReport] = []
         for node, ref in zip(nodes, refs, strict=True):

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 
 from rung.cluster.agent import (
@@ -34,9 +34,9 @@ from rung.cluster.agent import (
     Started,
 )
 from rung.cluster.failures import Ended, Facts, Failure
-from rung.cluster.link import USER, Frames, frame
-from rung.cluster.local import KILL_S, TERM_S, Event, Message, WorkerSpec
-from rung.cluster.memory_trace import KEPT, Sample
+from rung.cluster.link import USER, frame
+from rung.cluster.local import KILL_S, TERM_S, Event, Message
+from rung.cluster.sites import Line, Memory, Site
 from rung.cluster.verdict import Verdict, tail, verdict
 from rung.strategies.errors import WorkersFailed
 from rung.strategies.plan import DeviceType
@@ -44,36 +44,6 @@ from rung.strategies.plan import DeviceType
 #: How long an agent may say nothing (it speaks twice a second) before its machine counts as lost.
 SILENT_S = 30.0
 PING_S = 2.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Site:
-    """One machine of a group: what to call it, the address by which the others reach it, and its workers."""
-
-    name: str
-    host: str
-    specs: tuple[WorkerSpec, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """One agent. Only the talking thread touches its socket."""
-
-    number: int
-    site: Site
-    sock: socket.socket | None = None
-    frames: Frames = field(default_factory=Frames)
-    outbox: bytearray = field(default_factory=bytearray)
-    waiting: list[bytes] = field(default_factory=list)
-    heard: float = 0.0
-    started: bool = False
-    over: bool = False
-    pulse: Pulse | None = None
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return tuple(spec.rank for spec in self.site.specs)
 
 
 class RemoteWorkers:
@@ -93,7 +63,8 @@ class RemoteWorkers:
         if [spec.rank for spec in self.specs] != list(range(self.world)):
             raise ValueError(f"ranks have to be 0..{self.world - 1}, got {[spec.rank for spec in self.specs]}")
         self.ends: list[Ended] = []
-        self._lines = [_Line(number, site) for number, site in enumerate(sites)]
+        self._lines = [Line(number, site) for number, site in enumerate(sites)]
+        self.memory = Memory(self._lines)
         self._line_of = {rank: line for line in self._lines for rank in line.ranks}
         self._token, self._check, self._reap, self._why_lost = token, check, reap, why_lost
         self._events: deque[Event] = deque()
@@ -146,7 +117,7 @@ class RemoteWorkers:
                     hint="see `ray status`: the nodes may be busy, or a runtime_env takes long to set up",
                 )
 
-    def _late(self) -> list[_Line]:
+    def _late(self) -> list[Line]:
         return [line for line in self._lines if not line.started and not line.over]
 
     @property
@@ -254,7 +225,7 @@ class RemoteWorkers:
 
     # ---------------------------------------------------------------- the talking thread
 
-    def _post(self, line: _Line, value: object) -> None:
+    def _post(self, line: Line, value: object) -> None:
         data = frame(USER, value)
         self._calls.append(lambda: self._queue(line, data))
         self._wake()
@@ -321,13 +292,13 @@ class RemoteWorkers:
             self._queue(line, waiting)
         line.waiting.clear()
 
-    def _ready(self, line: _Line, mask: int) -> None:
+    def _ready(self, line: Line, mask: int) -> None:
         if mask & selectors.EVENT_READ:
             self._read(line)
         if mask & selectors.EVENT_WRITE:
             self._flush(line)
 
-    def _read(self, line: _Line) -> None:
+    def _read(self, line: Line) -> None:
         assert line.sock is not None
         try:
             data = line.sock.recv(1 << 18)
@@ -342,7 +313,7 @@ class RemoteWorkers:
         for _, body in line.frames.feed(data):
             self._got(line, pickle.loads(body))  # noqa: S301 - its sender knows the token
 
-    def _got(self, line: _Line, value: object) -> None:
+    def _got(self, line: Line, value: object) -> None:
         with self._changed:
             match value:
                 case Message():
@@ -376,7 +347,7 @@ class RemoteWorkers:
             self.ends.append(ended)
             self._events.append(ended)
 
-    def _lose(self, line: _Line, how: str) -> None:
+    def _lose(self, line: Line, how: str) -> None:
         """A machine is gone, and its workers with it."""
         assert line.sock is not None
         with contextlib.suppress(KeyError):
@@ -398,14 +369,14 @@ class RemoteWorkers:
                     self._end(Ended(rank=rank, exit_code=1, signal=None, at=at, failure=failure, stopped=stopped))
             self._changed.notify_all()
 
-    def _queue(self, line: _Line, data: bytes) -> None:
+    def _queue(self, line: Line, data: bytes) -> None:
         if line.sock is not None:
             line.outbox += data
             self._flush(line)
         elif not line.over:
             line.waiting.append(data)
 
-    def _flush(self, line: _Line) -> None:
+    def _flush(self, line: Line) -> None:
         if line.sock is None:
             return
         with contextlib.suppress(BlockingIOError, OSError):  # full: later; closed: the next read says so

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rung.cluster.failures import Cause, Ended
 from rung.cluster.link import Stop
-from rung.cluster.local import Message, Workers, WorkerSpec
+from rung.cluster.local import Message, WorkerSpec
 from rung.launcher.checkpoint.manifest import Part
 from rung.launcher.fallback import GiveUp, Retry, Tried
 from rung.launcher.folder import RunFolder
@@ -37,6 +37,7 @@ from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.monitor import Monitor
 from rung.launcher.watch.progress import Status, View, duration
+from rung.launcher.workers import Fleet
 from rung.strategies.errors import RungError
 from rung.strategies.findings import Finding
 from rung.strategies.plan import Plan
@@ -55,7 +56,8 @@ HANG_S = 600.0
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     """How an attempt ended: `done`, `stopped`, `rollback` (see `spiked`), `cut short` or `failed`. `plan` is the last
-    one it ran; `decision` is what follows, if that was decided already."""
+    one it ran; `decision` is what follows, if that was decided already; `moved` says why it was stopped to go on with
+    other machines."""
 
     plan: Plan
     reason: str = ""
@@ -68,6 +70,7 @@ class Outcome:
     headline: str = ""
     decision: Retry | GiveUp | None = None
     spiked: Spiked | None = None
+    moved: str = ""
     last_loss: float | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
 
@@ -82,6 +85,7 @@ class Context:
     metrics: Metrics
     view: View
     signals: Signals
+    fleet: Fleet
     decide: Callable[[Tried], Retry | GiveUp]
 
 
@@ -91,7 +95,7 @@ class Attempt:
     def __init__(self, context: Context, *, plan: Plan, number: int, resume: str | None) -> None:
         self.job, self.folder, self.keeper = context.job, context.folder, context.keeper
         self.metrics, self.view, self.signals = context.metrics, context.view, context.signals
-        self.decide = context.decide
+        self.decide, self.fleet = context.decide, context.fleet
         self.plan, self.number, self.resume = plan, number, resume
         self.status = Status(devices=plan.devices, memory_limit_bytes=plan.memory_cap_bytes)
         self.finished: dict[int, Finished] = {}
@@ -118,7 +122,7 @@ class Attempt:
             for rank in range(self.plan.devices)
         ]  # fmt: skip
         with (
-            Workers.start(ENTRY, specs, deadline_s=START_S) as workers,
+            self.fleet.start(ENTRY, specs, device=self.plan.device, deadline_s=START_S) as workers,
             Monitor(workers, self.plan, self.metrics, self.folder.local, self._on_finding) as monitor,
         ):
             self.workers, self.monitor = workers, monitor
@@ -130,6 +134,7 @@ class Attempt:
                     break
                 if self._storage_error is not None or self._out_of_patience():
                     break
+                self._move_if_changed()
             self._close()
         return self.outcome
 
@@ -298,6 +303,16 @@ class Attempt:
             self.view.say(f"{signals.name}: finishing the step and saving ({grace})")
             self.workers.send(None, Stop(reason=signals.name))
         return signals.again or time.monotonic() - signals.since_s > self.job.grace_s
+
+    def _move_if_changed(self) -> None:
+        """Machines have come or are about to go: the workers save and leave, and the next attempt is planned anew."""
+        if self.outcome.moved or not self.status.total_steps or self.signals.first is not None:
+            return
+        self.outcome.moved = self.fleet.changed()
+        if self.outcome.moved:
+            self.view.say(f"cluster    {self.outcome.moved}: saving, then going on with what is there", style="yellow")
+            self.folder.event("cluster changed", step=self.outcome.step, reason=self.outcome.moved)
+            self.workers.send(None, Stop(reason=self.outcome.moved))
 
     def _close(self) -> None:
         """Ends what still runs, and fills in the outcome from the first failure in time."""

@@ -80,6 +80,14 @@ class Recovery:
         self.plan = ladder.best
         self.history: list[Tried] = []
 
+    def replan(self, ladder: Ladder) -> None:
+        """Takes up the ladder for other machines; what was seen of memory still holds, if that leaves any rung."""
+        for tried in self.history:
+            if tried.cause in _OUT_OF_MEMORY:
+                left = corrected(ladder, tried.plan, tried.peak_bytes or tried.plan.predicted_device_peak_bytes or 0)
+                ladder = left if left.rungs else ladder
+        self.ladder, self.plan = ladder, ladder.best
+
     def decide(self, tried: Tried) -> Retry | GiveUp:
         """Adds a failure to the history and decides what follows."""
         self.history.append(tried)

@@ -1,6 +1,5 @@
 """One run from start to end. Read `launch` from top to bottom."""
 
-import os
 import signal
 import time
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from rung.launcher.fallback import GiveUp, Recovery, Tried, rules_of
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job, changes
 from rung.launcher.keeper import Keeper
-from rung.launcher.planner import Ladder, plan_ladder, with_threads
-from rung.launcher.profiling import find_profile, worth_it
+from rung.launcher.ladder import make_ladder, replan
 from rung.launcher.report import show_end, show_findings, show_plan, show_start
 from rung.launcher.signals import Signals
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import View
+from rung.launcher.workers import Fleet, fleet_of
 from rung.strategies.errors import (
     CheckpointDamaged,
     DoesNotFit,
@@ -50,10 +49,17 @@ def prepare() -> None:
 
 def launch(job: Job, options: Options, view: View) -> None:
     """Trains the job to its end, resuming what is there. Returns when done; raises a RungError otherwise."""
+    with fleet_of(job, view, PRELOAD) as fleet:
+        train(job, options, view, fleet)
+
+
+def train(job: Job, options: Options, view: View, fleet: Fleet) -> None:
+    """The run on the machines of `fleet`."""
     began = time.monotonic()
-    hardware = probe(folder=job.folder)
-    show_findings(view, doctor.quick(job, hardware))
-    ladder = make_ladder(job, hardware, view)
+    machines = fleet.machines()
+    here = machines if isinstance(machines, Hardware) else probe(folder=job.folder)
+    show_findings(view, doctor.quick(job, here))
+    ladder = make_ladder(fleet.planned(job), machines, view)
     show_plan(view, ladder)
     if options.dry_run:
         view.say("dry run: nothing was started")
@@ -63,35 +69,18 @@ def launch(job: Job, options: Options, view: View) -> None:
     with Lease.acquire(folder.store) as lease:
         folder.open()
         try:
+            fleet.verify(folder.store)
             check_same_job(folder, job, options, view)
             recovery = Recovery(ladder, rules_of(job))
             with Metrics(folder.local) as metrics, Signals().watched() as signals:
                 context = Context(
                     job=job, folder=folder, keeper=Keeper(folder.store, job, view, lease), metrics=metrics, view=view,
-                    signals=signals, decide=recovery.decide,
+                    signals=signals, fleet=fleet, decide=recovery.decide,
                 )  # fmt: skip
                 outcome = run_attempts(context, recovery, lease)
             show_end(outcome, recovery, folder, view, time.monotonic() - began)
         finally:
             folder.close()
-
-
-def make_ladder(job: Job, hardware: Hardware, view: View) -> Ladder:
-    """Profiles the task where that can change the choice, and plans. OMP_NUM_THREADS, if set, is the most threads of
-    a worker, as everywhere else."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return with_threads(_ladder(job, hardware, view), int(wanted)) if wanted.isdigit() else _ladder(job, hardware, view)
-
-
-def _ladder(job: Job, hardware: Hardware, view: View) -> Ladder:
-    simple = plan_ladder(job, hardware)
-    if not worth_it(job, simple.best.device):
-        return simple
-    profile, trouble = find_profile(job, simple.best.precision)
-    if profile is None:
-        view.say(f"note       {trouble}", style="yellow")
-        return simple
-    return plan_ladder(job, hardware, profile)
 
 
 def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
@@ -120,6 +109,9 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
             go_back(context, outcome)
             if context.signals.first is None:
                 continue
+        if outcome.moved and outcome.reason == "stopped" and context.signals.first is None:
+            replan(context, recovery)
+            continue
         if outcome.reason != "failed" or context.signals.first is not None:
             raise interrupted(outcome, context.signals, keeper)
         if start is not None and isinstance(outcome.error, CheckpointDamaged):
@@ -176,6 +168,8 @@ def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:
     while time.monotonic() < until and context.signals.first is None:
         time.sleep(0.05)
     recovery.plan = decision.plan
+    if outcome.cause in (Cause.LOST_WORKER, Cause.HUNG):
+        replan(context, recovery)
 
 
 def said_by(outcome: Outcome) -> str:

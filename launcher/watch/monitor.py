@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from rung.cluster.group import Group
 from rung.cluster.local import Workers
 from rung.launcher.messages import CutBack, Ready, Saved, StepRecord
 from rung.launcher.watch import bottleneck, pressure
@@ -26,11 +27,14 @@ class Monitor:
     """
 
     def __init__(
-        self, workers: Workers, plan: Plan, metrics: Metrics, folder: Path, found: Callable[[Finding, int], None]
+        self, workers: Group, plan: Plan, metrics: Metrics, folder: Path, found: Callable[[Finding, int], None]
     ) -> None:
         self._workers, self._metrics, self._found, self._plan = workers, metrics, found, plan
         self._sampler = Sampler(
-            pids=workers.pids, memory=workers.memory.samples, folder=folder, gpus=plan.device == "cuda"
+            pids=workers.pids if isinstance(workers, Workers) else dict,  # elsewhere these numbers mean nothing
+            memory=workers.memory.samples,
+            folder=folder,
+            gpus=plan.device == "cuda",
         ).start()
         self._pressure = pressure.Pressure(devices=plan.devices)
         self._setting = Setting(devices=plan.devices)

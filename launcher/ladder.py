@@ -1,0 +1,42 @@
+"""The ladder for a job on the machines that are there, and again when these have changed."""
+
+import os
+
+from rung.cluster.catalog import Inventory
+from rung.cluster.hardware import Hardware
+from rung.launcher.attempt import Context
+from rung.launcher.fallback import Recovery
+from rung.launcher.job import Job
+from rung.launcher.planner import Ladder, plan_ladder, with_threads
+from rung.launcher.profiling import find_profile, worth_it
+from rung.launcher.report import show_plan
+from rung.launcher.watch.progress import View
+
+
+def make_ladder(job: Job, hardware: Hardware | Inventory, view: View) -> Ladder:
+    """Profiles the task where that can change the choice, and plans. OMP_NUM_THREADS, if set, is the most threads of
+    a worker, as everywhere else."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return with_threads(_ladder(job, hardware, view), int(wanted)) if wanted.isdigit() else _ladder(job, hardware, view)
+
+
+def _ladder(job: Job, hardware: Hardware | Inventory, view: View) -> Ladder:
+    simple = plan_ladder(job, hardware)
+    if not worth_it(job, simple.best.device):
+        return simple
+    profile, trouble = find_profile(job, simple.best.precision)
+    if profile is None:
+        view.say(f"note       {trouble}", style="yellow")
+        return simple
+    return plan_ladder(job, hardware, profile)
+
+
+def replan(context: Context, recovery: Recovery) -> None:
+    """Looks at a cluster's machines anew, and plans for them if they are more or fewer than before."""
+    if not context.fleet.elastic:
+        return
+    machines = context.fleet.machines()
+    ladder = make_ladder(context.fleet.planned(context.job), machines, context.view)
+    if ladder.best.devices != recovery.plan.devices:
+        recovery.replan(ladder)
+        show_plan(context.view, ladder)
