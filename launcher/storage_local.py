@@ -34,7 +34,7 @@ class LocalDisk:
             size = os.fstat(file.fileno()).st_size
             if size > limit_bytes:
                 raise ValueError(f"the file has {size} bytes, more than the {limit_bytes} allowed for it")
-            return file.read(limit_bytes)
+            return file.read(size)  # Python takes as much memory as it is asked to read, before it reads
 
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fills the buffers, one after the other, from one run of bytes; straight from the page cache, no copy."""
