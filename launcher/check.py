@@ -32,14 +32,16 @@ def prepare() -> None:
     warm(PRELOAD, {})
 
 
-def check(job: Job, view: View, *, full: bool) -> dict[str, Any]:
-    """Looks at the job's data. Returns what was stored as check.json in the run folder: `findings` and `splits`.
+def check(job: Job, view: View, *, full: bool, quick: bool = False) -> dict[str, Any]:
+    """Looks at the job's data, at every sample (`full`) or for some seconds only (`quick`).
+
+    Returns what was stored as check.json in the run folder: `findings` and `splits`.
 
     Raises TaskError or JobError where the task cannot be built, and WorkersFailed where the checking itself ended.
     """
     store = Store.open(job.run, job.checkpoint.options)
     with tempfile.TemporaryDirectory(prefix="rung-check-") as folder:
-        request = CheckRequest(job=job.to_dict(), source=job.source, full=full)
+        request = CheckRequest(job=job.to_dict(), source=job.source, full=full, quick=quick)
         spec = WorkerSpec(rank=0, payload=request, log=Path(folder) / "check.log")
         with Workers.start(ENTRY, [spec], deadline_s=_START_S) as workers:
             result = _wait(workers, view)

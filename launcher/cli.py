@@ -51,6 +51,9 @@ def launch(
     sets: Sets = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and its reasons; start nothing.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Continue a run although its job has changed.")] = False,
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Three steps, a save, a load and a validation, in a folder that goes away.")
+    ] = False,
 ) -> None:
     """Train a job; on an existing run folder, continue it."""
     from rung.launcher import run
@@ -61,6 +64,11 @@ def launch(
 
     loaded = load(job, sets or ())
     with View(every_s=loaded.log_every_s) as view:
+        if trial:
+            from rung.launcher import trial as trying
+
+            trying.trial(loaded, view)
+            return
         run.launch(loaded, run.Options(dry_run=dry_run, force=force), view)
 
 

@@ -22,6 +22,8 @@ from rung.strategies.errors import RungError
 
 #: Without --full, so many samples of a split are looked at, and for so long, in seconds.
 SAMPLE, SAMPLE_S = 100_000, 60.0
+#: And for a quick look.
+QUICK, QUICK_S = 2_000, 8.0
 
 
 def main(link: Link, request: CheckRequest) -> None:
@@ -34,24 +36,26 @@ def main(link: Link, request: CheckRequest) -> None:
         link.beat(done, f"checking {split}")
         link.send(Progress(split=split, done=done, total=total))
 
-    splits = check_task(task, seed=job.seed, full=request.full, progress=progress)
+    splits = check_task(task, seed=job.seed, full=request.full, quick=request.quick, progress=progress)
     link.send(CheckResult(findings=tuple(judge(splits)), splits=tuple(map(facts, splits))))
 
 
 def check_task(
-    task: TaskAdapter, *, seed: int, full: bool, progress: Callable[[str, int, int], None] | None = None
-) -> list[Split]:
+    task: TaskAdapter, *, seed: int, full: bool, quick: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Split]:  # fmt: skip
     """Looks at `train`, and at `valid` where there is one."""
+    most, most_s = (QUICK, QUICK_S) if quick else (SAMPLE, SAMPLE_S)
     splits: list[Split] = []
     for name in ("train", "valid"):
         dataset = task.dataset(name)
         if dataset is None:
             continue
         size = len(dataset)
-        if full or size <= SAMPLE:
+        if full or size <= most:
             indices = Order(size=size, shuffle=False).indices(0, 0, size)
         else:
-            indices = Order(size=size, seed=seed).indices(0, 0, SAMPLE)
+            indices = Order(size=size, seed=seed).indices(0, 0, most)
         split = Split(name=name, size=size, own_collate=task.has_collate)
         splits.append(split)
         examiner = Examiner(
@@ -63,7 +67,7 @@ def check_task(
             if progress is not None:
                 progress(name, done, total)
 
-        until = None if full or size <= 1000 else time.monotonic() + SAMPLE_S
+        until = None if full or size <= 1000 else time.monotonic() + most_s
         for seen in scan(examiner, indices, workers=processes(), deaths=deaths, progress=told, until=until):
             split.seen.merge(seen)
             split.hashes.add(seen.exact, seen.near, seen.indices, seen.labels)

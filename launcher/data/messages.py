@@ -9,11 +9,12 @@ from rung.strategies.findings import Finding
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckRequest:
-    """`job` is `Job.to_dict()`, `source` the file it came from."""
+    """`job` is `Job.to_dict()`, `source` the file it came from. `full`: every sample; `quick`: only some seconds."""
 
     job: dict[str, Any]
     source: Path
     full: bool
+    quick: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ ENOUGH = 32
 BLOCK = 32
 #: A spike stands this many deviations above the median, and so many times as high above it as any loss in the window:
 #: the second rule keeps losses with a heavy tail (a batch of one sample) from giving false alarms.
-DEVIATIONS, TIMES_THE_LARGEST = 10.0, 3.0
+DEVIATIONS, TIMES_THE_LARGEST = 10.0, 4.0
 #: And it undoes at least this part of what the training has gained. Deviations below this part of the median are noise
 #: of a loss that hardly varies.
 PART_OF_GAIN, FLOOR = 0.1, 0.02
