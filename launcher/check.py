@@ -40,6 +40,7 @@ def check(job: Job, view: View, *, full: bool, quick: bool = False) -> dict[str,
     Raises TaskError or JobError where the task cannot be built, and WorkersFailed where the checking itself ended.
     """
     store = Store.open(job.run, job.checkpoint.options)
+    store.probe()  # a store that cannot be written to is known before the data is read
     with tempfile.TemporaryDirectory(prefix="rung-check-") as folder:
         request = CheckRequest(job=job.to_dict(), source=job.source, full=full, quick=quick)
         spec = WorkerSpec(rank=0, payload=request, log=Path(folder) / "check.log")
@@ -53,6 +54,7 @@ def check(job: Job, view: View, *, full: bool, quick: bool = False) -> dict[str,
         "splits": list(result.splits),
     }
     store.write_atomic(RESULT, json.dumps(stored, indent=1).encode())
+    view.say(f"checked    all of it is in {store.url_of(RESULT)}")
     return stored
 
 

@@ -94,7 +94,6 @@ def check(
         else:
             for line, level in checking.lines(stored):
                 view.say(line, style={"error": "red", "warning": "yellow"}.get(level, ""))
-            view.say(f"           all of it is in {loaded.run}/{checking.RESULT}")
     if checking.has_errors(stored):
         raise typer.Exit(4)
 

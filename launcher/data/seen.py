@@ -19,7 +19,7 @@ SHOWN = 20  # indices that a finding names
 _KINDS = 64  # distinct shapes, types or structures told apart in one field
 _LENGTHS = 4096  # distinct lengths
 _CLASSES = 65_536  # distinct labels
-_HASHES = 4_000_000  # hashes kept of one split: 96 MB
+_HASHES = 4_000_000  # hashes kept of one split: 128 MB with what belongs to them
 
 
 @dataclass(slots=True)
