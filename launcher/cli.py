@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rung.launcher import cli_checkpoint
+from rung.launcher import cli_checkpoint, cli_plan
 from rung.launcher.version import VERSION
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 
 app.add_typer(cli_checkpoint.app, name="checkpoint")
+app.command()(cli_plan.plan)
 
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="The job file, such as job.yaml.")]
 Sets = Annotated[
@@ -65,9 +66,9 @@ def launch(
     loaded = load(job, sets or ())
     with View(every_s=loaded.log_every_s) as view:
         if trial:
-            from rung.launcher import trial as trying
+            from rung.launcher.rehearsal import rehearse
 
-            trying.trial(loaded, view)
+            rehearse(loaded, view)
             return
         run.launch(loaded, run.Options(dry_run=dry_run, force=force), view)
 

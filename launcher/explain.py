@@ -33,10 +33,12 @@ def explain(url: str) -> list[str]:
         ) from None
     events = [json.loads(line) for line in text.splitlines() if line.strip()]
     lines = [f"run        {store.url}"]
-    launches = [n for n, e in enumerate(events) if e["event"] == "attempt"]
-    if not launches:
+    if not any(e["event"] == "attempt" for e in events):
         return [*lines, "           it has not started yet"]
-    for e in events:
+    begun = max((n for n, e in enumerate(events) if e["event"] == "launch"), default=0)
+    if before := sum(e["event"] == "attempt" for e in events[:begun]):
+        lines.append(f"before     {before} attempt{'s' * (before > 1)} in earlier launches")
+    for e in events[begun:]:
         lines += _line(e)
     return lines + _end(events)
 
@@ -48,16 +50,22 @@ def _line(e: dict[str, Any]) -> list[str]:
             return [f"attempt {e['number']:<2} {e['plan']}{resumed}"]
         case "fallback":
             return [f"fallback   after step {e['step']:,}: {e['reason']}"]
+        case "rollback":
+            return [f"rollback   {e['reason']}",
+                    f"           back to step {e['to']:,}, {len(e['batches'])} batches passed over"]  # fmt: skip
+        case "finding":
+            at = f" ({_samples(e['samples'])})" if e.get("samples") else ""
+            return [f"noticed    step {e['step']:,}, {e['subject']}: {e['fact']}{at}"]
         case "outcome" if e.get("headline"):
             return [f"           {e['headline']}"]
     return []
 
 
 def _end(events: list[dict[str, Any]]) -> list[str]:
-    last = next((e for e in reversed(events) if e["event"] in ("done", "outcome", "attempt")), None)
+    last = next((e for e in reversed(events) if e["event"] in ("done", "outcome", "launch", "attempt")), None)
     saved = next((e for e in reversed(events) if e["event"] == "checkpoint"), None)
     where = f"the newest checkpoint is of step {saved['step']:,}" if saved else "there is no checkpoint"
-    if last is None or last["event"] == "attempt":
+    if last is None or last["event"] in ("launch", "attempt"):
         return [f"end        it is running, or was cut off without a word (power, kill -9); {where}",
                 "           → the same `rung launch` goes on from there"]  # fmt: skip
     if last["event"] == "done":
@@ -65,9 +73,18 @@ def _end(events: list[dict[str, Any]]) -> list[str]:
     cause = str(last.get("cause") or "")
     lines = [f"end        {last['reason']} after step {last['step']:,}; {where}"]
     lines += ["           " + text for text in str(last.get("explanation") or "").splitlines()]
+    if last.get("samples"):
+        lines.append(f"           {_samples(last['samples'])} (indices into the data set)")
     if cause in ADVICE:
         lines.append(f"           → {ADVICE[cause]}")
+    elif last["reason"] in ("stopped", "cut short"):
+        lines.append("           → the same `rung launch` goes on from there")
     return lines
+
+
+def _samples(indices: list[int]) -> str:
+    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return f"samples {', '.join(map(str, indices[:8]))}{more}"
 
 
 def newest_run(folder: Path) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rung.cluster.failures import Cause
 from rung.cluster.hardware import Hardware, probe
 from rung.cluster.local import warm
-from rung.launcher import doctor, rollback
+from rung.launcher import calibrations, doctor, rollback
 from rung.launcher.attempt import Attempt, Context, Outcome
 from rung.launcher.checkpoint.lease import Lease
 from rung.launcher.fallback import GiveUp, Recovery, Tried, rules_of
@@ -17,6 +17,7 @@ from rung.launcher.keeper import Keeper
 from rung.launcher.ladder import make_ladder, replan
 from rung.launcher.report import show_end, show_findings, show_plan, show_start
 from rung.launcher.signals import Signals
+from rung.launcher.version import VERSION
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.progress import View
 from rung.launcher.workers import Fleet, fleet_of
@@ -72,13 +73,15 @@ def train(job: Job, options: Options, view: View, fleet: Fleet) -> None:
             fleet.verify(folder.store)
             check_same_job(folder, job, options, view)
             recovery = Recovery(ladder, rules_of(job))
+            folder.event("launch", version=VERSION)
             with Metrics(folder.local) as metrics, Signals().watched() as signals:
                 context = Context(
                     job=job, folder=folder, keeper=Keeper(folder.store, job, view, lease), metrics=metrics, view=view,
                     signals=signals, fleet=fleet, decide=recovery.decide,
                 )  # fmt: skip
                 outcome = run_attempts(context, recovery, lease)
-            show_end(outcome, recovery, folder, view, time.monotonic() - began)
+            predicted = calibrations.record(job, outcome.plan, outcome.peak_bytes, outcome.step_s)
+            show_end(outcome, recovery, folder, view, time.monotonic() - began, predicted)
         finally:
             folder.close()
 
@@ -101,7 +104,8 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
         view.pause()
         folder.event("outcome", reason=outcome.reason, step=outcome.step, cause=outcome.cause,
                      peak_bytes=outcome.peak_bytes, headline=outcome.headline,
-                     explanation=said_by(outcome))  # fmt: skip
+                     explanation=said_by(outcome),
+                     samples=list(getattr(outcome.error, "samples", ())[:64]))  # fmt: skip
         lease.check()
         if outcome.reason == "done":
             return outcome

@@ -35,7 +35,7 @@ class Proven:
     lines: list[str] = field(default_factory=list)
 
 
-def trial(job: Job, view: View) -> None:
+def rehearse(job: Job, view: View) -> None:
     """Takes the job through the whole path. Returns if it holds; raises what stopped it otherwise."""
     began = time.monotonic()
     scratch = f"{job.run.rstrip('/')}-trial-{uuid.uuid4().hex[:8]}"
