@@ -1,5 +1,6 @@
 """One attempt: a plan is run on a set of workers until they end; what they say is shown, stored and committed."""
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -57,13 +58,15 @@ HANG_S = 600.0
 class Outcome:
     """How an attempt ended: `done`, `stopped`, `rollback` (see `spiked`), `cut short` or `failed`. `plan` is the last
     one it ran; `decision` is what follows, if that was decided already; `moved` says why it was stopped to go on with
-    other machines."""
+    other machines; `step_s` is the median of the last steps in seconds.
+    """
 
     plan: Plan
     reason: str = ""
     step: int = 0
     first_step: int = 0
     peak_bytes: int = 0
+    step_s: float = 0.0
     cause: Cause | None = None
     error: RungError | None = None
     explanation: str = ""
@@ -195,7 +198,7 @@ class Attempt:
         left = (s.total_steps - s.step) * self.job.batch
         s.seconds_left = left / s.samples_per_s if s.samples_per_s else None
         self.outcome.step, self.outcome.last_loss = last.step, last.loss
-        self.outcome.peak_bytes = max(self.outcome.peak_bytes, steps.memory_bytes)
+        self.outcome.step_s = statistics.median(r.seconds for r in steps.records)
         self.view.update(s)
 
     def _on_validated(self, result: Validated) -> None:

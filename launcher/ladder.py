@@ -5,6 +5,7 @@ import os
 from rung.cluster.catalog import Inventory
 from rung.cluster.hardware import Hardware
 from rung.launcher.attempt import Context
+from rung.launcher.calibrations import factors_for
 from rung.launcher.fallback import Recovery
 from rung.launcher.job import Job
 from rung.launcher.planner import Ladder, plan_ladder, with_threads
@@ -28,7 +29,7 @@ def _ladder(job: Job, hardware: Hardware | Inventory, view: View) -> Ladder:
     if profile is None:
         view.say(f"note       {trouble}", style="yellow")
         return simple
-    return plan_ladder(job, hardware, profile)
+    return plan_ladder(job, hardware, profile, factors=factors_for(profile.digest))
 
 
 def replan(context: Context, recovery: Recovery) -> None:

@@ -37,7 +37,9 @@ def show_start(view: View, start: Manifest) -> None:
     )
 
 
-def show_end(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, seconds: float) -> None:
+def show_end(
+    outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, seconds: float, predicted: str
+) -> None:
     """The last lines of a good run."""
     steps = outcome.step - outcome.first_step
     parts = [f"done       step {outcome.step:,}"]
@@ -48,6 +50,8 @@ def show_end(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View
     if outcome.peak_bytes:
         parts.append(f"peak memory {size(outcome.peak_bytes)}")
     view.say("  ".join(parts), style="bold green")
+    if predicted:
+        view.say(f"           {predicted}")
     view.say(f"           everything is in {folder.url}")
     if recovery.history:
         plan = outcome.plan
@@ -56,7 +60,13 @@ def show_end(outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View
             f"--set strategy.name={plan.strategy} --set strategy.micro_batch={plan.micro_batch}"
             + (" --set strategy.checkpointing=true" if plan.activation_checkpointing else "")
         )
-    folder.event("done", step=outcome.step, seconds=round(seconds, 1), peak_bytes=outcome.peak_bytes)
+    folder.event(
+        "done",
+        step=outcome.step,
+        seconds=round(seconds, 1),
+        peak_bytes=outcome.peak_bytes,
+        predicted_bytes=outcome.plan.predicted_device_peak_bytes,
+    )
 
 
 def exit_code(error: RungError) -> int:

@@ -1,24 +1,33 @@
 """How much memory the device of this process has taken: now, at its peak, and against which limit."""
 
-from pathlib import Path
+import os
+import threading
 
 import torch
 
-_STATUS = Path("/proc/self/status")
+#: How often the memory of a CPU worker is looked at, in seconds; a look takes about 3 microseconds.
+LOOK_S = 0.01
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Memory:
-    """Watches one device from its construction on. On a CPU the device's memory is the process's own, counted above
-    what the process had at construction (make it before the model is built)."""
+    """Watches one device from its construction on.
+
+    On a CPU the device's memory is the private memory of this process (what RLIMIT_DATA counts), above what it had at
+    construction: make it before the model is built. A thread looks at it, since the kernel keeps no peak of it.
+    """
 
     def __init__(self, device: torch.device, cap_bytes: int | None) -> None:
         self.device = device
         self.limit = cap_bytes
-        self._baseline = {} if device.type != "cpu" else _process()
-        self._seen = 0
+        self._peak = 0
+        self._stop = threading.Event()
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             self.limit = min(cap_bytes or total, total)
+        elif device.type == "cpu":
+            self._baseline = _private_bytes()
+            threading.Thread(target=self._watch, name="rung-memory", daemon=True).start()
 
     def now(self) -> int:
         """Bytes taken now (on CUDA: reserved by the allocator, since that is what others cannot have)."""
@@ -26,27 +35,30 @@ class Memory:
             return int(torch.cuda.memory_reserved(self.device))
         if self.device.type == "mps":
             return int(torch.mps.driver_allocated_memory())
-        here = _process()
-        used = max(0, here.get("VmRSS", 0) - self._baseline.get("VmRSS", 0))
-        self._seen = max(self._seen, used)
-        return used
+        return max(0, _private_bytes() - self._baseline)
 
     def peak(self) -> int:
-        """The most bytes taken at once since construction."""
+        """The most bytes taken at once by training (on a CPU: until `settle`)."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_reserved(self.device))
-        now = self.now()
-        if self.device.type == "mps":
-            self._seen = max(self._seen, now)
-            return self._seen
-        return max(self._seen, _process().get("VmHWM", 0) - self._baseline.get("VmRSS", 0))
+        if not self._stop.is_set():
+            self._peak = max(self._peak, self.now())
+        return self._peak
+
+    def settle(self) -> None:
+        """From now on host buffers for saving come and go, which a CPU cannot tell from training: the peak is final."""
+        self.peak()
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            self._peak = max(self._peak, self.now())
 
 
-def _process() -> dict[str, int]:
-    """Sizes of this process in bytes, by the kernel's names; empty where there is no /proc."""
+def _private_bytes() -> int:
+    """Private writable memory of this process; 0 where there is no /proc."""
     try:
-        text = _STATUS.read_text()
+        with open("/proc/self/statm", "rb") as f:  # noqa: PTH123 - as cheap as can be
+            return int(f.read().split()[5]) * _PAGE_BYTES
     except OSError:
-        return {}
-    lines = (line.split() for line in text.splitlines() if line.startswith("Vm"))
-    return {name.rstrip(":"): int(value) * 1024 for name, value, *_ in lines}
+        return 0

@@ -71,8 +71,10 @@ def line(status: Status) -> str:
 class View:
     """Prints lines and keeps a progress display. Use as a context manager."""
 
-    def __init__(self, *, every_s: float = 5.0, stream: TextIO | None = None, force_plain: bool = False) -> None:
-        self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(
+        self, *, every_s: float = 5.0, stream: TextIO | None = None, force_plain: bool = False, silent: bool = False
+    ) -> None:
+        self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=silent)
         self.live_wanted = self.console.is_terminal and not force_plain
         self.every_s = every_s
         self._live: Live | None = None

@@ -28,6 +28,8 @@ class Reporter:
     def enter(self, step: int, phase: str) -> None:
         """Another phase begins (`validating`, `saving`): what is known so far is shown first."""
         self._link.beat(step, phase)
+        if phase == "saving":
+            self._memory.settle()
         self.flush()
 
     def flush(self) -> None:
