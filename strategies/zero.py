@@ -82,6 +82,8 @@ class ZeroStrategy(Strategy):
         self._amp.patch(module)
         self._engine = zero_runtime.initialize(module, optimizer, config)
         self._zero: Any = self._engine.optimizer
+        if self.plan.offload_optimizer == "disk":
+            zero_disk.mend(self._zero)
         for tensor in buffers(module).values():
             if self.plan.devices > 1:
                 dist.broadcast(tensor, 0)

@@ -84,6 +84,25 @@ def weight_part(parameter: Any, *, shared: bool) -> torch.Tensor:
     return torch.from_file(path, shared=shared, size=parameter.ds_tensor.ds_numel, dtype=parameter.dtype)
 
 
+def mend(zero: Any) -> None:
+    """Keeps DeepSpeed from two of its mistakes.
+
+    It would write large gradients to files too, and read them back into a buffer at offsets that O_DIRECT cannot serve
+    unless every weight's size is a multiple of a disk block: the gradients that come back are then wrong. They are in
+    host memory already, in the buffer that they were added up in, so they are taken from there.
+
+    And it fetches weights ahead from disk twice if two modules use them, which it then refuses.
+    """
+    swapper = zero.optimizer_swapper
+
+    def keep(parameter: Any, gradient_offsets: list[int], gradient_tensors: list[torch.Tensor]) -> None:
+        kept = swapper.swap_params_info[parameter.ds_id].unswapped_gradients
+        kept.update(zip(gradient_offsets, (tensor.cpu() for tensor in gradient_tensors), strict=True))
+
+    swapper.swap_out_gradients = keep
+    zero.parameter_offload.param_coordinator._PartitionedParameterCoordinator__prefetch_nvme = False
+
+
 def fill_missing_gradients(zero: Any) -> None:
     """DeepSpeed reads a swapped partition's gradients into a used buffer, so each fragment needs one: zeros for what
     no micro-batch used."""
@@ -91,17 +110,15 @@ def fill_missing_gradients(zero: Any) -> None:
         if not zero._swappable_optimizer_subgroup(index):
             continue
         swapped = _swap_info(zero, index)
-        have = {*swapped.swapped_gradients, *swapped.unswapped_gradients}
         for parameter in group:
             _, offset, count = zero.grad_position[zero.get_param_id(parameter)]
-            if offset not in have:
+            if offset not in swapped.unswapped_gradients:
                 swapped.unswapped_gradients[offset] = torch.zeros(count)
 
 
 def forget_gradients(zero: Any) -> None:
-    """Forgets the files of this step's gradients."""
+    """Forgets this step's gradients of swapped partitions."""
     for swapped in zero.optimizer_swapper.swap_params_info.values():
-        swapped.swapped_gradients = {}
         swapped.release_unswapped_gradients()
 
 

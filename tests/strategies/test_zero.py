@@ -191,6 +191,7 @@ def test_offload_to_disk_changes_nothing_and_cleans_up(weights: str, tmp_path: P
     for found in run(2, cases.on_disk, case, tmp_path, deadline_s=850):
         assert found["swapped"] > 0
         assert found["files"] >= 2
+        assert found["rejected"], "a bad step leaves what is on disk alone"
         assert found["same"], "what is loaded is what was saved"
         assert max(found["off"], found["resumed"], found["norms"]) < 1e-5
     assert list(tmp_path.iterdir()) == []
