@@ -104,9 +104,8 @@ def _work(number: int, plan: Plan, rank: int, folder: str, steps: int, pipe: Any
         apply_memory_cap(plan.memory_cap_bytes)
     watch.start()
     try:
-        store = torch.distributed.FileStore(os.path.join(folder, "store"), plan.devices) if plan.devices > 1 else None
-        if plan.zero_stage and plan.devices == 1:
-            store = torch.distributed.FileStore(os.path.join(folder, "store"), 1)
+        alone = plan.devices == 1 and plan.zero_stage == 0
+        store = None if alone else torch.distributed.FileStore(f"{folder}/store", plan.devices)
         strategy = make_strategy(plan, rank, store)
         torch.manual_seed(0)
         strategy.build(case.model, case.make_optimizer)

@@ -5,16 +5,17 @@ rung and goes down it when reality disagrees.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from rung.cluster.catalog import Inventory
 from rung.launcher.machines import Choice, Pool, inventory_of
+from rung.launcher.pins import Pins, check_count, check_offload, choose_precision, pins_of
 from rung.launcher.steptime import StepTime, step_time
 from rung.strategies.errors import DoesNotFit, JobError
 from rung.strategies.memory import GIB, MIB, Account, Factors, accumulation, predict
-from rung.strategies.plan import DeviceType, Offload, Plan, Precision, StrategyName
+from rung.strategies.plan import Offload, Plan, Precision, StrategyName
 from rung.strategies.profile import Profile
 
 # Host memory of a worker before it has a model: Python and torch, most of it shared with the forkserver.
@@ -68,23 +69,6 @@ class Ladder:
     def best(self) -> Plan:
         """The first rung's plan."""
         return self.rungs[0].plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pins:
-    """What the job fixes; None is the planner's choice. `devices` is an exact count, the other two a range."""
-
-    strategy: StrategyName | None = None
-    devices: int | None = None
-    least_devices: int = 1
-    most_devices: int | None = None
-    micro_batch: int | None = None
-    activation_checkpointing: bool | None = None
-    offload_optimizer: Offload | None = None
-    offload_parameters: Offload | None = None
-    precision: Precision | None = None
-    memory_cap_bytes: int | None = None
-    kind: DeviceType | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,37 +142,7 @@ def _same(one: Plan, other: Plan) -> bool:
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
-# --- what the job asks for ---------------------------------------------------------------------------------------
-
-
-def pins_of(job: Any) -> Pins:
-    """The choices that a job fixes, from its `strategy`, `precision` and `devices`."""
-    wanted = job.strategy
-    if isinstance(wanted, str):
-        wanted = {"name": wanted}
-    elif not isinstance(wanted, Mapping):
-        names = ("name", "micro_batch", "checkpointing", "offload_optimizer", "offload_parameters", "devices")
-        wanted = {name: getattr(wanted, name, None) for name in names}
-    count = _unless_auto(job.devices.count)
-    least, most = count if isinstance(count, tuple | list) else (count, count)
-    exact = _unless_auto(wanted.get("devices")) or (count if isinstance(count, int) else None)
-    return Pins(
-        strategy=_unless_auto(wanted.get("name")),
-        devices=exact,
-        least_devices=1 if exact or least is None else least,
-        most_devices=None if exact else most,
-        micro_batch=_unless_auto(wanted.get("micro_batch")),
-        activation_checkpointing=_unless_auto(wanted.get("checkpointing")),
-        offload_optimizer=_unless_auto(wanted.get("offload_optimizer")),
-        offload_parameters=_unless_auto(wanted.get("offload_parameters")),
-        precision=_unless_auto(job.precision),
-        memory_cap_bytes=_unless_auto(job.devices.memory),
-        kind=_unless_auto(getattr(job.devices, "type", None)),
-    )
-
-
-def _unless_auto(value: Any) -> Any:
-    return None if value in (None, "auto") else value
+# --- the question --------------------------------------------------------------------------------------------------
 
 
 def _query(job: Any, inventory: Inventory, profile: Profile | None, factors: Factors) -> _Query:
@@ -198,9 +152,9 @@ def _query(job: Any, inventory: Inventory, profile: Profile | None, factors: Fac
         raise JobError(f"devices.type: no {pins.kind} device is there", hint="set devices.type to auto")
     if pins.strategy is not None and pins.strategy not in get_args(StrategyName):
         raise JobError(f"strategy: {pins.strategy!r} is not one of {', '.join(get_args(StrategyName))}")
-    _check_count(pins, pool, job.batch)
-    _check_offload(pins, pool)
-    precision, why = _precision(pins, pool, profile)
+    check_count(pins, pool, job.batch)
+    check_offload(pins, pool)
+    precision, why = choose_precision(pins, pool, profile)
     return _Query(
         batch=job.batch,
         pins=pins,
@@ -210,48 +164,6 @@ def _query(job: Any, inventory: Inventory, profile: Profile | None, factors: Fac
         precision=precision,
         reasons={"precision": why},
     )
-
-
-def _check_count(pins: Pins, pool: Pool, batch: int) -> None:
-    wanted, most = pins.devices or pins.least_devices, pool.most(pinned=True)
-    if wanted > most:
-        raise JobError(
-            f"devices.count: {wanted} asked for, {most} there ({pool.describe()})",
-            hint=f"set devices.count to at most {most}, or to auto",
-        )
-    if wanted > batch:
-        raise JobError(f"devices.count: {wanted} devices cannot share a batch of {batch} samples")
-    if pins.strategy == "single" and wanted != 1:
-        raise JobError(f"strategy: single runs on one device, devices.count is {wanted}", hint="use ddp")
-
-
-def _check_offload(pins: Pins, pool: Pool) -> None:
-    offload = {pins.offload_optimizer or "none", pins.offload_parameters or "none"} - {"none"}
-    if not offload:
-        return
-    if pins.strategy in ("single", "ddp", "zero1"):
-        raise JobError(f"strategy: {pins.strategy} cannot offload", hint="offload needs zero2 or zero3")
-    if pins.offload_parameters not in (None, "none") and pins.strategy == "zero2":
-        raise JobError("strategy: zero2 keeps whole parameters on the device", hint="parameter offload needs zero3")
-    if "host" in offload and pool.kind == "cpu":
-        raise JobError(
-            "strategy: offload to host gains nothing on a CPU device: its memory is the host's",
-            hint="use disk, or leave the offload out",
-        )
-
-
-def _precision(pins: Pins, pool: Pool, profile: Profile | None) -> tuple[Precision, str]:
-    if pins.precision is not None:
-        return pins.precision, "set in the job"
-    if profile is not None:
-        return profile.precision, "as profiled"
-    if pool.kind == "cuda" and pool.bf16:
-        return "bf16", "all devices have fast bf16, and it needs no loss scaling"
-    if pool.kind == "cuda" and pool.fp16:
-        return "fp16", "not all devices have bf16, but all have fp16 tensor cores; the loss is scaled"
-    if pool.kind == "cpu":
-        return "fp32", "on a CPU fp32 is exact, and lower precision seldom faster"
-    return "fp32", "no lower precision is fast on these devices"
 
 
 # --- candidates ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,114 @@
+import pytest
+
+from rung.strategies.calibration import Seen, calibrate
+from rung.strategies.memory import MIB, Factors, accumulation, predict
+from rung.strategies.plan import Plan
+from rung.strategies.profile import Activity, Line, ParameterGroup, Profile
+
+
+def make_profile(count=10**9, *, per_sample=100e6, precision="fp32", frozen=0):
+    each = {"count": count // 40, "bytes": count // 10, "dtype": "float32", "trainable": True}
+    groups = [ParameterGroup(name=f"b.{i}", **each) for i in range(40)]
+    if frozen:
+        groups.append(ParameterGroup(name="f", count=frozen, bytes=4 * frozen, dtype="float32", trainable=False))
+    grads = 4 * count
+
+    def activity(share, work):
+        return Activity(
+            first=(Line(grads, 0.1 * per_sample), Line(0, share * per_sample)),
+            again=(Line(0, share * per_sample),),
+            flops=Line(0, 6e12 * work),
+            moved=Line(0, 1e9),
+            operations=1000,
+        )
+
+    return Profile(
+        task="t", digest="d", method="given", precision=precision, optimizer="AdamW", groups=tuple(groups),
+        buffer_bytes=0, optimizer_bytes=8 * count, step_bytes=0, input_bytes=Line(0, 1000),
+        plain=activity(1.0, 1.0), checkpointed=activity(0.2, 4 / 3), largest_parameter=count // 100,
+    )  # fmt: skip
+
+
+def make_plan(strategy="single", devices=1, micro=4, steps=1, **more):
+    more = {"device": "cuda", **more}
+    return Plan(strategy=strategy, devices=devices, global_batch=devices * micro * steps, micro_batch=micro, **more)
+
+
+def item(account, name):
+    return sum(entry.device_bytes for entry in account.items if entry.name.startswith(name))
+
+
+def test_adam_in_fp32_takes_sixteen_bytes_for_each_weight():
+    account = predict(make_profile(), make_plan(micro=1))
+    assert item(account, "weights") + item(account, "gradients") + item(account, "optimizer") == 16 * 10**9
+
+
+def test_the_peak_is_the_sum_of_the_items():
+    account = predict(make_profile(), make_plan("zero2", 4))
+    assert account.device_peak_bytes == sum(entry.device_bytes for entry in account.items)
+    assert all(entry.source for entry in account.items)
+
+
+def test_zero_divides_what_it_says():
+    account = predict(make_profile(precision="bf16"), make_plan("zero2", 8, precision="bf16"))
+    assert item(account, "weights") == 2 * 10**9
+    assert item(account, "masters") == 12 * 10**9 // 8
+    three = predict(make_profile(precision="bf16"), make_plan("zero3", 8, precision="bf16"))
+    assert item(three, "weights") == 2 * 10**9 // 8
+    assert item(three, "live") < 10**9
+
+
+def test_offload_moves_state_to_the_host():
+    here = predict(make_profile(), make_plan("zero2", 2))
+    away = predict(make_profile(), make_plan("zero2", 2, offload_optimizer="host"))
+    assert here.device_peak_bytes - away.device_peak_bytes >= 12 * 10**9 // 2
+    assert away.host_peak_bytes >= 12 * 10**9 // 2
+    disk = predict(make_profile(), make_plan("zero3", 2, offload_optimizer="disk"))
+    assert disk.host_peak_bytes < away.host_peak_bytes
+
+
+def test_more_samples_never_take_less_and_checkpointing_never_more():
+    profile = make_profile()
+    peaks = [predict(profile, make_plan(micro=micro)).device_peak_bytes for micro in (1, 2, 8, 64, 256)]
+    assert peaks == sorted(peaks)
+    saved = predict(profile, make_plan(micro=64, activation_checkpointing=True))
+    assert saved.device_peak_bytes < peaks[3]
+
+
+def test_on_a_cpu_the_device_is_the_host():
+    account = predict(make_profile(), make_plan(device="cpu"))
+    assert account.host_peak_bytes >= account.device_peak_bytes
+
+
+def test_without_a_cap_a_cpu_is_predicted_with_more_slack():
+    profile = make_profile(10**7)
+    loose = predict(profile, make_plan(device="cpu"))
+    tight = predict(profile, make_plan(device="cpu", memory_cap_bytes=2**33))
+    assert loose.device_peak_bytes > tight.device_peak_bytes
+    assert loose.error > tight.error
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 65])
+@pytest.mark.parametrize("devices", [1, 3, 4])
+@pytest.mark.parametrize("micro", [1, 5, 64])
+def test_accumulation_is_that_of_the_cut(batch, devices, micro):
+    plan = Plan(strategy="ddp", device="cpu", devices=devices, global_batch=batch, micro_batch=micro)
+    assert accumulation(plan) == plan.accumulation
+
+
+def test_calibration_adds_what_was_missing_and_narrows_the_band():
+    seen = [
+        Seen(predicted_bytes=1000 * MIB, measured_bytes=1050 * MIB, predicted_s=1.0, measured_s=2.0),
+        Seen(predicted_bytes=2000 * MIB, measured_bytes=2052 * MIB, predicted_s=2.0, measured_s=4.2),
+        Seen(predicted_bytes=500 * MIB, measured_bytes=548 * MIB, predicted_s=0.5, measured_s=0.9),
+    ]
+    factors = calibrate(seen)
+    assert factors.device_bytes == 50 * MIB
+    assert factors.time == 2.0
+    assert factors.runs == 3
+    assert factors.error is not None
+    assert factors.error < 0.005
+    plain = predict(make_profile(), make_plan())
+    better = predict(make_profile(), make_plan(), factors)
+    assert better.device_peak_bytes - plain.device_peak_bytes == 50 * MIB
+    assert calibrate([]) == Factors()
