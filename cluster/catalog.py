@@ -13,11 +13,9 @@ Several different kinds of nodes: a list of such entries under `groups`. Reading
 Throughputs are the makers' dense figures; `efficiency` is what training reaches of them.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rung.strategies.errors import JobError
@@ -174,26 +172,6 @@ def parse_link(value: object, what: str) -> Link:
         # What collectives reach of a network's nominal rate.
         return Link(name=text, bytes_per_s=0.85 * float(match[1]) * scale, latency_s=20e-6)
     raise JobError(f"{what}: {text!r} is not a link", hint=f"one of {', '.join(LINKS)}, or a rate like 400Gb/s")
-
-
-def load_hardware_file(path: str | Path) -> Inventory:
-    """Reads a description of machines (YAML or JSON). Raises JobError that names the value and the way out."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: cannot be read: {error}", hint="give a file that describes the machines") from None
-    return parse_hardware(_read_mapping(text, str(path)), str(path))
-
-
-def _read_mapping(text: str, where: str) -> dict[str, Any]:
-    """JSON. (YAML is read by the launcher, which passes `parse_hardware` what it read.)"""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise JobError(f"{where}: not JSON: {error}", hint="see rung plan --help for what to write") from None
-    if not isinstance(values, dict):
-        raise JobError(f"{where}: a mapping is expected, not {type(values).__name__}")
-    return values
 
 
 _KEYS = {"nodes", "devices", "link", "host", "network", "groups"}

@@ -1,14 +1,14 @@
 """What runs measured, kept for the next prediction of the same task. One small file per task, in the cache folder."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rung.launcher.folder import cache_folder
 from rung.launcher.job import Job
 from rung.launcher.planner import gib
 from rung.launcher.profiling import digest_of
-from rung.strategies.calibration import Seen, calibrate
+from rung.strategies.calibration import ENOUGH_RUNS, Seen, calibrate
 from rung.strategies.memory import Factors
 from rung.strategies.plan import Plan
 
@@ -17,8 +17,16 @@ MOST = 50
 
 
 def factors_for(digest: str) -> Factors:
-    """Corrections for predictions of the task with this profile digest; none if it never ran here."""
-    return calibrate(_read(_file(digest))[-MOST:])
+    """Corrections for predictions of the task with this profile digest; none before it ran a few times here.
+
+    Memory is only ever corrected upwards: a run that took less may have met shorter samples, and too little kept free
+    costs more than too much.
+    """
+    history = _read(_file(digest))[-MOST:]
+    if len(history) < ENOUGH_RUNS:
+        return Factors()
+    found = calibrate(history)
+    return replace(found, device_bytes=max(0, found.device_bytes))
 
 
 def remember(digest: str, seen: Seen) -> None:

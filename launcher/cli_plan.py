@@ -31,8 +31,8 @@ def plan(
     run.prepare()
     import sys
 
-    from rung.cluster.catalog import load_hardware_file
-    from rung.launcher.job import load
+    from rung.cluster.catalog import parse_hardware
+    from rung.launcher.job import load, read_mapping
     from rung.launcher.ladder import make_ladder
     from rung.launcher.plan_view import as_json as plain_values
     from rung.launcher.watch.progress import View
@@ -43,13 +43,13 @@ def plan(
         raise JobError("--measure runs on the machines that are here, --hardware describes others", hint="use one")
     loaded = load(job, sets or ())
     with View(stream=sys.stderr if as_json else None) as view, fleet_of(loaded, view, run.PRELOAD) as fleet:
-        machines = load_hardware_file(hardware) if hardware is not None else fleet.machines()
+        machines = parse_hardware(read_mapping(hardware), str(hardware)) if hardware is not None else fleet.machines()
         ladder = make_ladder(fleet.planned(loaded), machines, view)
         if measure:
             from rung.launcher.trials import measure as run_some
             from rung.launcher.watch.progress import size
 
-            ladder, found = run_some(loaded, ladder, fleet, view)
+            ladder, found = run_some(loaded, ladder, fleet)
             for m in found:
                 took = f"{m.step_s:.3g} s a step, peak {size(m.peak_bytes)}" if m.step_s is not None else m.failure
                 view.say(f"measured   {m.plan.describe()}: {took}")

@@ -92,6 +92,17 @@ def load(path: Path | str, sets: Sequence[str] = ()) -> Job:
     return validate(values, Where(name, places), problems, Path(path).absolute())
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Any small YAML or JSON file that holds a mapping, read as strictly as a job. Raises JobError."""
+    values, reader = _parse(_text(path, str(path)), str(path))
+    if reader.problems:
+        problem = reader.problems[0]
+        raise JobError(f"{path}:{problem.place}: {problem.text}")
+    if not isinstance(values, dict):
+        raise JobError(f"{path}:1: a mapping (key: value) is expected, not {shown(values)}")
+    return values
+
+
 def _text(path: Path, name: str) -> str:
     try:
         if path.is_dir():

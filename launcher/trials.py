@@ -33,10 +33,10 @@ class Measured:
     failure: str = ""
 
 
-def measure(job: Job, ladder: Ladder, fleet: Fleet, view: View) -> tuple[Ladder, list[Measured]]:
+def measure(job: Job, ladder: Ladder, fleet: Fleet) -> tuple[Ladder, list[Measured]]:
     """The ladder with the measured best first, and what was measured. Nothing of it is kept in the job's run."""
     with Signals().watched() as signals:
-        found = [_run(job, plan, fleet, view, signals) for plan in _candidates(ladder) if signals.first is None]
+        found = [_run(job, plan, fleet, signals) for plan in _candidates(ladder) if signals.first is None]
     ran = [m for m in found if m.step_s is not None]
     if not ran:
         return ladder, found
@@ -56,7 +56,7 @@ def _candidates(ladder: Ladder) -> Sequence[Plan]:
     return list(ways.values())[:CANDIDATES]
 
 
-def _run(job: Job, plan: Plan, fleet: Fleet, view: View, signals: Signals) -> Measured:
+def _run(job: Job, plan: Plan, fleet: Fleet, signals: Signals) -> Measured:
     with tempfile.TemporaryDirectory(prefix="rung-measure-") as scratch:
         short = {
             **job.to_dict(), "run": scratch, "steps": STEPS, "epochs": None, "checkpoint": {"every": "none"},

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rung.cluster.catalog import DEVICES, device_like, load_hardware_file, parse_hardware, parse_link
+from rung.cluster.catalog import DEVICES, device_like, parse_hardware, parse_link
 from rung.cluster.hardware import probe
 from rung.launcher.machines import inventory_of
 from rung.launcher.plan_view import HEADER, account_rows, as_json, rows
@@ -208,10 +208,8 @@ def test_the_table_marks_the_choice_and_says_why_others_are_not():
     json.dumps(as_json(ladder))
 
 
-def test_a_file_describes_machines_that_are_not_here(tmp_path):
-    file = tmp_path / "machines.json"
-    file.write_text(json.dumps({"nodes": 4, "devices": "8 x h100-80g", "link": "nvlink4", "network": "400Gb/s"}))
-    inventory = load_hardware_file(file)
+def test_a_description_stands_for_machines_that_are_not_here():
+    inventory = parse_hardware({"nodes": 4, "devices": "8 x h100-80g", "link": "nvlink4", "network": "400Gb/s"})
     assert inventory.device_count == 32
     assert inventory.network.bytes_per_s == pytest.approx(0.85 * 50e9)
     assert device_like("NVIDIA A100-SXM4-80GB", 80 * 10**9) is DEVICES["a100-80g"]

@@ -1,0 +1,72 @@
+"""`rung plan`, and what it learns from runs."""
+
+import json
+import subprocess
+
+import pytest
+from support import RUNG
+
+from rung.launcher import calibrations
+from rung.strategies.calibration import Seen
+
+
+def test_predictions_are_corrected_only_after_a_few_runs_and_only_upwards(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for n in range(3):
+        assert calibrations.factors_for("abc").runs == 0, n
+        calibrations.remember("abc", Seen(predicted_bytes=100, measured_bytes=130, predicted_s=1.0, measured_s=2.0))
+    assert (calibrations.factors_for("abc").device_bytes, calibrations.factors_for("abc").time) == (30, 2.0)
+    for _ in range(9):
+        calibrations.remember("abc", Seen(predicted_bytes=100, measured_bytes=10))
+    assert calibrations.factors_for("abc").device_bytes == 0
+    assert calibrations.factors_for("other").runs == 0
+
+
+def test_a_cut_off_calibration_file_costs_only_the_broken_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(4):
+        calibrations.remember("abc", Seen(predicted_bytes=100, measured_bytes=130))
+    file = next(tmp_path.rglob("abc.jsonl"))
+    file.write_bytes(file.read_bytes()[:-9] + b"\xff")
+    assert calibrations.factors_for("abc").runs == 3
+
+
+def plan(project, *arguments):
+    command = [*RUNG, "plan", "job.yaml", *arguments]
+    return subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.slow
+def test_the_table_marks_the_choice_and_gives_reasons_and_starts_nothing(project):
+    done = plan(project)
+    assert done.returncode == 0, done.stderr
+    chosen = [line for line in done.stdout.splitlines() if line.startswith("->")]
+    assert len(chosen) == 1
+    assert "single" in chosen[0]
+    assert "fastest that fits" in done.stdout
+    assert not (project.folder / "run").exists()
+
+
+@pytest.mark.slow
+def test_json_holds_every_plan_with_its_account(project):
+    done = plan(project, "--json")
+    found = json.loads(done.stdout)
+    assert {p["plan"]["strategy"] for p in found["plans"]} >= {"single", "ddp", "zero3"}
+    assert all(p["items"] for p in found["plans"])
+    assert all(r["reason"] for r in found["rejected"])
+
+
+@pytest.mark.slow
+def test_what_fits_nowhere_exits_3_and_names_the_nearest_rung(project):
+    done = plan(project, "--set", "devices.memory=1 MiB")
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_machines_that_are_not_here_can_be_planned_for(project):
+    file = project.folder / "machines.yaml"
+    file.write_text("nodes: 4\ndevices: 8 x H100-80G\nlink: nvlink4\nnetwork: 400Gb/s\n")
+    done = plan(project, "--hardware", "machines.yaml", "--set", "batch=64")
+    assert done.returncode == 0, done.stderr
+    assert "32 x cuda" in done.stdout or "8 x cuda" in done.stdout
