@@ -299,6 +299,7 @@ def drawn(folder, run="run"):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # five launches
 def test_a_run_draws_what_is_left_evenly_and_goes_on_exactly_and_under_no_other_filter(run):
     code, said = launch(run)
     assert code == 0, said
