@@ -54,7 +54,8 @@ def check(job: Job, view: View, *, full: bool, quick: bool = False) -> dict[str,
         "splits": list(result.splits),
     }
     store.write_atomic(RESULT, json.dumps(stored, indent=1).encode())
-    view.say(f"checked    all of it is in {store.url_of(RESULT)}")
+    if not quick:  # a trial's folder goes away
+        view.say(f"checked    all of it is in {store.url_of(RESULT)}")
     return stored
 
 
