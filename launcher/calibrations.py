@@ -1,7 +1,7 @@
 """What runs measured, kept for the next prediction of the same task. One small file per task, in the cache folder."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from rung.launcher.folder import cache_folder
@@ -17,16 +17,9 @@ MOST = 50
 
 
 def factors_for(digest: str) -> Factors:
-    """Corrections for predictions of the task with this profile digest; none before it ran a few times here.
-
-    Memory is only ever corrected upwards: a run that took less may have met shorter samples, and too little kept free
-    costs more than too much.
-    """
+    """Corrections for predictions of the task with this profile digest; none before it ran a few times here."""
     history = _read(_file(digest))[-MOST:]
-    if len(history) < ENOUGH_RUNS:
-        return Factors()
-    found = calibrate(history)
-    return replace(found, device_bytes=max(0, found.device_bytes))
+    return calibrate(history) if len(history) >= ENOUGH_RUNS else Factors()
 
 
 def remember(digest: str, seen: Seen) -> None:
