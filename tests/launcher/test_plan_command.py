@@ -70,3 +70,13 @@ def test_machines_that_are_not_here_can_be_planned_for(project):
     done = plan(project, "--hardware", "machines.yaml", "--set", "batch=64")
     assert done.returncode == 0, done.stderr
     assert "32 x cuda" in done.stdout or "8 x cuda" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_task_that_reads_values_is_measured_instead_of_traced(project):
+    task = (project.folder / "task.py").read_text()
+    reading = task.replace("        loss = nn.functional", "        batch[1].tolist()\n        loss = nn.functional")
+    (project.folder / "task.py").write_text(reading)
+    done = plan(project)
+    assert done.returncode == 0, done.stderr
+    assert "measured in a throw-away process" in done.stdout
