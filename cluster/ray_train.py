@@ -30,7 +30,8 @@ from rung.cluster.agent import TOKEN_BYTES, Duty, serve
 from rung.cluster.inventory import Look, NodeReport, Survey, judge, look, versions
 from rung.cluster.local import WorkerSpec
 from rung.cluster.placement import Placement
-from rung.cluster.remote import RemoteWorkers, Site
+from rung.cluster.remote import RemoteWorkers
+from rung.cluster.sites import Site
 from rung.strategies.errors import DependencyError, JobError, RungError, WorkersFailed
 
 #: How long a cluster may take to answer at all.
@@ -55,6 +56,7 @@ class RayCluster:
         anything else is the address of a head (`host:6379`). Raises DependencyError or JobError."""
         ray = _import_ray()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        _hush(ray)
         try:
             ray.init(
                 address=address, runtime_env=dict(runtime_env or {}) or None, log_to_driver=False,
@@ -278,6 +280,13 @@ class _Room:
         for actor in self._actors.values():
             self._ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)
+
+
+def _hush(ray: Any) -> None:
+    """Ray prints the last lines of a dead raylet's log, and more, into the driver's terminal, with no switch for it.
+    What matters of it is said by rung in its own words, and all of it is in Ray's own logs."""
+    if hasattr(ray._private.worker, "print_to_stdstream"):
+        ray._private.worker.print_to_stdstream = lambda *_, **__: None
 
 
 def _import_ray() -> Any:

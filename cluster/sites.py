@@ -38,6 +38,7 @@ class Line:
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """Those that run there."""
         return tuple(spec.rank for spec in self.site.specs)
 
 
@@ -48,6 +49,7 @@ class Memory:
         self._lines = lines
 
     def samples(self) -> tuple[Sample, ...]:
+        """All kept ones of that machine, oldest first."""
         known = [line for line in self._lines if line.samples]
         least = min(known, key=lambda line: _free(line.samples[-1]), default=None)
         return tuple(least.samples) if least is not None else ()

@@ -15,6 +15,7 @@ import torch
 
 from rung.cluster.link import Link, Stop
 from rung.launcher import cadence, shrink, smoke
+from rung.launcher.balancing import Balancer
 from rung.launcher.data.loader import Loader, Step, auto_workers
 from rung.launcher.data.prepare import prepare_run, refuse_other_filter
 from rung.launcher.data.rng import seed_everything
@@ -69,6 +70,7 @@ class Trainer:
         self.train_data: Any = self.task.dataset("train")
         self.valid_data = self.task.dataset("valid")
         self._count_steps()
+        self.balancer = Balancer(self)
         self._build()
         self._restore()
         self.rescuer = Rescuer(
@@ -238,6 +240,8 @@ class Trainer:
                 exchange_s=exchange_s,
             )
         )  # fmt: skip
+        if batch.count == self.plan.global_batch:
+            self.balancer.after_step()
 
     def _gradients(self, batch: Step, began: float) -> tuple[float, float, float]:
         """Accumulates the gradient of the weighted mean loss over the whole global batch.
@@ -262,7 +266,8 @@ class Trainer:
             weight = own[slot] if own is not None else (0.0 if micro.filler else float(len(micro.indices)))
             on_device = self.to_device(micro.batch)
             with strategy.micro(last=slot == batch.slots - 1):
-                loss = task.loss(strategy.model, on_device)
+                with self.balancer.timing():
+                    loss = task.loss(strategy.model, on_device)
                 factor = weight * scale
                 strategy.backward(loss if factor == 1.0 else loss * factor)
             if weight:

@@ -136,7 +136,8 @@ class OnRay:
             survey = self._cluster.survey(deadline_s=FIRST_LOOK_S if first else LOOK_S)
             nodes = survey.usable
             kind = self._kind(nodes)
-            room = sum(len(machine.spots) for machine in machines_of(nodes, kind))
+            machines = machines_of(nodes, kind)
+            room = sum(len(machine.spots) for machine in machines)
             if room >= least or time.monotonic() > until:
                 break
             time.sleep(1.0)
@@ -145,12 +146,13 @@ class OnRay:
             raise WorkersFailed(
                 f"the job needs at least {least} workers, and the nodes that are left have room for {room}"
             )
-        wanted = min(most, len(nodes) if kind == "cpu" else room)
+        wanted = min(most, len(machines) if kind == "cpu" else room)
         self._count = min(max(least, wanted), self._job.batch)
-        place(max(self._count, least), machines_of(nodes, kind), spread=kind == "cpu")  # refused now, with what exists
+        place(max(self._count, least), machines, spread=kind == "cpu")  # refused now, with what exists
         self._survey = survey
         self._watch = _Watch(ids=frozenset(node.id for node in nodes))
-        return to_inventory(nodes)
+        offered = {machine.name for machine in machines}
+        return to_inventory([node for node in nodes if node.id in offered])
 
     def _kind(self, nodes: Sequence[NodeReport]) -> DeviceType:
         wanted = self._job.devices.type

@@ -16,7 +16,8 @@ import pytest
 from rung.cluster.agent import TOKEN_BYTES
 from rung.cluster.failures import Cause
 from rung.cluster.local import Ended, Message, WorkerSpec, import_path
-from rung.cluster.remote import RemoteWorkers, Site
+from rung.cluster.remote import RemoteWorkers
+from rung.cluster.sites import Site
 from rung.strategies.errors import WorkersFailed
 
 HERE = Path(__file__).parent
