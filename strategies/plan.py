@@ -3,6 +3,7 @@
 How a global batch is cut into micro-batches lives here too, since every worker must cut alike.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -118,7 +119,7 @@ def cut(count: int, plan: Plan) -> Cut:
     start = 0
     for size in sizes:
         edges = [start + size * i // slots for i in range(slots + 1)]
-        slices.append(tuple(zip(edges[:-1], edges[1:], strict=True)))
+        slices.append(tuple(itertools.pairwise(edges)))
         start += size
     return Cut(slots, tuple(slices))
 

@@ -100,7 +100,9 @@ def test_chains_and_groups_are_followed_and_suppression_is_honoured() -> None:
 
 
 def test_looking_does_not_load_torch() -> None:
-    code = "import sys; from rung.strategies.oom import oom_kind as k; k(MemoryError()); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from rung.strategies.oom import oom_kind as k; k(MemoryError())\nsys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
