@@ -99,10 +99,6 @@ class RayCluster:
             if node["Alive"] and node["NodeID"] not in leaving
         )  # fmt: skip
 
-    def up(self) -> frozenset[str]:
-        """Ids of the nodes that are up, also of those about to leave."""
-        return frozenset(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
-
     def _draining(self) -> set[str]:
         with contextlib.suppress(Exception):  # not in every version of Ray; a node that leaves is then just lost
             found: dict[str, int] = self._ray._private.state.state.get_draining_nodes()

@@ -57,13 +57,16 @@ def launch(
     ] = False,
 ) -> None:
     """Train a job; on an existing run folder, continue it."""
-    from rung.launcher import run
+    from rung.launcher import remote, run
 
     run.prepare()
     from rung.launcher.job import load
     from rung.launcher.watch.progress import View
 
     loaded = load(job, sets or ())
+    if remote.is_remote(loaded):
+        given = {"--dry-run": dry_run, "--force": force, "--trial": trial}
+        raise typer.Exit(remote.submit(loaded, sets or (), [flag for flag, on in given.items() if on]))
     with View(every_s=loaded.log_every_s) as view:
         if trial:
             from rung.launcher.rehearsal import rehearse

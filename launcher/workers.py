@@ -205,9 +205,8 @@ class OnRay:
         if ids != watch.ids:
             watch.ids, watch.since_s = ids, now
         if leaving := self._used - ids:
-            up = self._cluster.up()
-            if going := leaving & up:  # what is down already is seen by its agent's silence
-                return f"{len(going)} of its nodes {'is' if len(going) == 1 else 'are'} about to leave"
+            # Of a node that Ray has lost, the workers may live on for a while: long enough to save.
+            return f"{len(leaving)} of its nodes {'has' if len(leaving) == 1 else 'have'} left, or will soon"
         known = frozenset(node.id for node in self._survey.usable) if self._survey else ids
         came = ids - known
         if not came or now - watch.since_s < STEADY_S or self._count >= min(self._range[1], self._job.batch):
