@@ -1,11 +1,9 @@
 """The local disk (or a mounted network disk) as a store: plain system calls, no copies, durable writes."""
 
-import ctypes
 import os
 import secrets
 import shutil
 import stat
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -61,9 +59,7 @@ class LocalDisk:
         try:
             start = 0
             while start < len(data):
-                count = os.write(descriptor, data[start : start + CHUNK_BYTES])
-                _start_writeback(descriptor, start, count)
-                start += count
+                start += os.write(descriptor, data[start : start + CHUNK_BYTES])
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -145,16 +141,6 @@ class LocalDisk:
 
 class EndOfFile(OSError):
     """The file is shorter than the read."""
-
-
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def _start_writeback(descriptor: int, offset: int, count: int) -> None:
-    """Lets the disk begin with what was just written, so that fsync has less to wait for. Only a hint: no result."""
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 def _read_some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
