@@ -285,6 +285,22 @@ def local(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
 # ------------------------------------------------------------------------------------------------ others
 
 
+def synced(path: Path) -> None:
+    """Makes a file's content durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def remove(*paths: Path) -> None:
+    """Deletes files and folders that are there."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def others(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
     """torch.save, safetensors, torch.distributed.checkpoint and DeepSpeed, each as its documentation has it."""
     import torch
@@ -297,11 +313,6 @@ def others(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
     ours = Local(folder / "run", state)
     into = {n: torch.empty_like(t) for n, t in state.items()}
     pt, st, dist = folder / "state.pt", folder / "state.safetensors", folder / "dcp"
-
-    def synced(path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
     def torch_save() -> None:
         torch.save(state, pt)
@@ -330,10 +341,7 @@ def others(folder: Path, nbytes: int, tensors: int, rounds: int) -> None:
 
     def fresh() -> None:
         ours.store.delete_folder("checkpoints")
-        for path in (dist, folder / "ds"):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (pt, st):
-            path.unlink(missing_ok=True)
+        remove(dist, folder / "ds", pt, st)
 
     show(f"save: {what}", take_turns(rounds, saves, before=fresh), ours.nbytes, "rung", {})
     dcp_async(folder, state, ours, rounds)
