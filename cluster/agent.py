@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rung.cluster.failures import Ended
 from rung.cluster.link import USER, Frames, Seat, frame
-from rung.cluster.local import Message, Workers, WorkerSpec, cool, warm
+from rung.cluster.local import Message, Workers, WorkerSpec, warm
 from rung.cluster.memory_trace import Sample
 from rung.strategies.errors import RungError, WorkersFailed
 
@@ -147,25 +147,25 @@ class Ping:
 
 
 def serve(where: tuple[str, int], token: bytes, number: int, duty: Duty) -> None:
-    """Runs this machine's workers until the launcher ends them or is gone. Leaves no process behind."""
+    """Runs this machine's workers until the launcher ends them or is gone.
+
+    Of its workers nothing is left then. The process that they are forked from stays, warm for the next time, until this
+    one ends or calls `rung.cluster.local.cool`.
+    """
     if duty.folder and Path(duty.folder).is_dir():
         os.chdir(duty.folder)
     warm(duty.preload, {})
     try:
         sock = socket.create_connection(where, timeout=CONNECT_S)
     except OSError as error:
-        cool()
         raise WorkersFailed(
             f"{socket.gethostname()} cannot reach the launcher at {where[0]}:{where[1]}: {error}",
             hint="the nodes of a cluster have to reach the machine of the launcher on any port; look at firewalls",
         ) from None
-    try:
-        with sock, tempfile.TemporaryDirectory(prefix="rung-logs-") as logs:
-            sock.settimeout(None)
-            sock.sendall(token + NUMBER.pack(number))
-            _Agent(sock, duty, Path(logs)).run()
-    finally:
-        cool()
+    with sock, tempfile.TemporaryDirectory(prefix="rung-logs-") as logs:
+        sock.settimeout(None)
+        sock.sendall(token + NUMBER.pack(number))
+        _Agent(sock, duty, Path(logs)).run()
 
 
 class _Agent:

@@ -47,6 +47,7 @@ class RayCluster:
     def __init__(self, ray: Any, address: str, preload: Sequence[str]) -> None:
         self._ray, self.address = ray, address
         self._preload = tuple(preload)
+        self._room: _Room | None = None
 
     @classmethod
     def connect(
@@ -55,6 +56,11 @@ class RayCluster:
         """Joins a cluster: `local` starts one on this machine, `auto` finds the one that this machine is a node of,
         anything else is the address of a head (`host:6379`). Raises DependencyError or JobError."""
         ray = _import_ray()
+        if address.startswith("ray://"):
+            raise JobError(
+                f"cluster.address: {address}: workers could not reach this machine through a Ray client",
+                hint="use the job server, http://HEAD:8265, or launch on a node of the cluster with `auto`",
+            )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         _hush(ray)
         try:
@@ -163,16 +169,28 @@ class RayCluster:
             sites.append(Site(name=node.name, host=node.host, specs=own))
             cpus = min(node.cpus, float(sum(spec.threads for spec in own)))
             bundles.append({"CPU": cpus, **({"GPU": float(len(own))} if accelerators else {})})
-        room = _Room(self._ray, [take.machine for take in placement.takes], bundles)
-        room.reserve(RESERVE_S)
+        room = self._room_for([take.machine for take in placement.takes], bundles)
         return RemoteWorkers(
             entry, sites, host=self._ray.util.get_node_ip_address(), token=room.token, folder=str(folder),
-            preload=self._preload, launch=room.launch, check=room.check, reap=room.close, why_lost=room.why_lost,
+            preload=self._preload, launch=room.launch, check=room.check, reap=room.rest, why_lost=room.why_lost,
             deadline_s=deadline_s,
         )  # fmt: skip
 
+    def _room_for(self, nodes: Sequence[str], bundles: Sequence[dict[str, float]]) -> "_Room":
+        """The room of the last time if it is the same and whole: its agents have libraries loaded. Else a new one."""
+        if self._room is not None:
+            if self._room.is_for(nodes, bundles) and self._room.idle():
+                return self._room
+            self._room.close()
+        self._room = _Room(self._ray, nodes, bundles)
+        self._room.reserve(RESERVE_S)
+        return self._room
+
     def close(self) -> None:
         """Leaves the cluster. Safe to call twice."""
+        if self._room is not None:
+            self._room.close()
+            self._room = None
         self._ray.shutdown()
 
     def __enter__(self) -> "RayCluster":
@@ -195,8 +213,9 @@ class _Room:
     """A placement group with one bundle for each node, and the agents in it."""
 
     def __init__(self, ray: Any, nodes: Sequence[str], bundles: Sequence[dict[str, float]]) -> None:
-        self._ray, self._bundles = ray, list(bundles)
+        self._ray, self._nodes, self._bundles = ray, list(nodes), list(bundles)
         self.token = secrets.token_bytes(TOKEN_BYTES)
+        self._closed = False
         self._actors: dict[int, Any] = {}
         self._runs: dict[int, Any] = {}
         from ray.util.placement_group import placement_group
@@ -221,10 +240,31 @@ class _Room:
         )
 
     def launch(self, number: int, where: tuple[str, int], duty: Duty) -> None:
+
+        if number not in self._actors:
+            self._actors[number] = self._actor(number)
+        self._runs[number] = self._actors[number].serve.remote(where, self.token, number, duty)
+
+    def is_for(self, nodes: Sequence[str], bundles: Sequence[dict[str, float]]) -> bool:
+        """Whether it is this room."""
+        return not self._closed and self._nodes == list(nodes) and self._bundles == list(bundles)
+
+    def idle(self) -> bool:
+        """Whether every agent has ended its last run in order, and so can begin another."""
+        if len(self._runs) < len(self._bundles):
+            return False
+        ready, left = self._ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=3.0)
+        try:
+            self._ray.get(ready, timeout=5.0)
+        except Exception:  # one of them is lost, for whatever reason
+            return False
+        return not left
+
+    def _actor(self, number: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._bundles[number]
-        actor = (
+        return (
             self._ray.remote(_Agents)
             .options(
                 num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0,
@@ -232,8 +272,6 @@ class _Room:
             )
             .remote()
         )  # fmt: skip
-        self._actors[number] = actor
-        self._runs[number] = actor.serve.remote(where, self.token, number, duty)
 
     def check(self) -> None:
         """Raises what kept an agent from starting."""
@@ -267,12 +305,18 @@ class _Room:
             return error.message
         return ""
 
+    def rest(self) -> None:
+        """After a run: what does not end by itself is given up with the whole room."""
+        if not self.idle():
+            self.close()
+
     def close(self) -> None:
-        """Ends the agents that still run, and gives the room back."""
+        """Ends all agents, and gives the room back. Safe to call twice."""
         from ray.util.placement_group import remove_placement_group
 
-        if self._runs:
-            self._ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=3.0)
+        if self._closed:
+            return
+        self._closed = True
         for actor in self._actors.values():
             self._ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)

@@ -12,7 +12,7 @@ import pytest
 from support import Project, same_bits
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SETS = ["strategy.name=ddp", "schedule=constant", "log_every_s=0.1"]
 
@@ -49,15 +49,15 @@ def nodes(cluster):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """An undisturbed run on this machine alone: two workers, 60 steps."""
+    """An undisturbed run on this machine alone: two workers, 120 steps."""
     project = Project(tmp_path_factory.mktemp("whole") / "project")
-    done = project.launch(*SETS, "devices.count=2", "steps=60")
+    done = project.launch(*SETS, "devices.count=2", "steps=120")
     assert done.code == 0, done.all
     return project.weights()
 
 
 def on(cluster, *more):
-    return [*SETS, f"cluster.address={cluster.address}", "steps=60", *more]
+    return [*SETS, f"cluster.address={cluster.address}", "steps=120", *more]
 
 
 def wait_for(condition, seconds=90.0):
@@ -82,7 +82,7 @@ class Output:
     def count(self, words):
         return self.text.count(words)
 
-    def until(self, words, times, seconds=90.0):
+    def until(self, words, times, seconds=120.0):
         """Waits until `words` have been printed so often."""
         wait_for(lambda: self.count(words) >= times or self.process.poll() is not None, seconds)
         assert self.count(words) >= times, self.text
@@ -147,7 +147,8 @@ def test_a_worker_and_then_a_raylet_killed_cost_no_step_and_a_node_that_joins_is
         process.kill()
     out = out.text
     assert code == 0, out
-    assert out.count("no step is lost") == 2, out
+    assert "no step is lost" in out
+    assert "back to" not in out
     assert "(raylet" not in out
     assert "more node has come" in out
     plans = [e["plan"] for e in project.events() if e["event"] == "attempt"]
