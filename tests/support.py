@@ -32,15 +32,17 @@ class Points(Dataset):
 
 
 class Hungry(nn.Module):
-    """Few weights, many activations: each sample keeps about `layers` x 32 KiB for the backward pass."""
+    """Few weights, many activations: each sample keeps about `layers` x 32 KiB for the backward pass, and `hidden`
+    times as much again that no prediction sees."""
 
-    def __init__(self, width, layers):
+    def __init__(self, layers, hidden):
         super().__init__()
-        self.up, self.down, self.layers = nn.Linear(8, 8192), nn.Linear(8192, 1), layers
+        self.up, self.down, self.layers, self.hidden = nn.Linear(8, 8192), nn.Linear(8192, 1), layers, hidden
 
     def forward(self, x):
         h = self.up(x)
-        for _ in range(self.layers):
+        traced = type(x).__name__ == "FakeTensor"
+        for _ in range(self.layers if traced else self.layers * (1 + self.hidden)):
             h = torch.sin(h)
         return self.down(h)
 
@@ -49,14 +51,14 @@ class Small:
     """Regression on made-up points. Arguments switch on what a test needs."""
 
     def __init__(self, samples=64, width=16, dropout=0.0, scale=1.0, sleep_s=0.0, negative=False, nan_after=None,
-                 layers=0, fail=None):
+                 layers=0, hidden=0, fail=None):
         self.samples, self.width, self.dropout, self.scale = samples, width, dropout, scale
         self.sleep_s, self.negative, self.nan_after, self.calls = sleep_s, negative, nan_after, 0
-        self.layers, self.fail = layers, fail
+        self.layers, self.hidden, self.fail = layers, hidden, fail
 
     def model(self):
         if self.layers:
-            return Hungry(self.width, self.layers)
+            return Hungry(self.layers, self.hidden)
         return nn.Sequential(nn.Linear(8, self.width), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(self.width, 1))
 
     def dataset(self, split):
