@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 RUNG = [sys.executable, "-c", "from rung.launcher.cli import main; main()"]
 
@@ -114,6 +115,13 @@ class Done:
         return self.out + self.err
 
 
+def environment(folder, env=None):
+    """The environment of a command: what rung remembers of other tests is out of sight; compiled ops are not."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    ops = home / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+    return {"TORCH_EXTENSIONS_DIR": str(ops), **os.environ, "XDG_CACHE_HOME": str(folder / ".cache"), **(env or {})}
+
+
 class Project:
     """A user's folder with task.py and job.yaml."""
 
@@ -129,14 +137,14 @@ class Project:
     def launch(self, *sets, flags=(), timeout=100, cwd=None, env=None):
         done = subprocess.run(
             self.command(*sets, flags=flags), cwd=cwd or self.folder, capture_output=True, text=True, timeout=timeout,
-            env={**os.environ, **(env or {})},
+            env=environment(self.folder, env),
         )  # fmt: skip
         return Done(done.returncode, done.stdout, done.stderr)
 
     def start(self, *sets, flags=(), env=None):
         return subprocess.Popen(
             self.command(*sets, flags=flags), cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, env={**os.environ, **(env or {})}, start_new_session=True,
+            text=True, env=environment(self.folder, env), start_new_session=True,
         )  # fmt: skip
 
     def checkpoints(self, run="run"):

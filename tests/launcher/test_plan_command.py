@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from support import RUNG
+from support import RUNG, environment
 
 from rung.launcher import calibrations
 from rung.strategies.calibration import Seen
@@ -33,7 +33,15 @@ def test_a_cut_off_calibration_file_costs_only_the_broken_line(tmp_path, monkeyp
 
 def plan(project, *arguments):
     command = [*RUNG, "plan", "job.yaml", *arguments]
-    return subprocess.run(command, cwd=project.folder, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(
+        command,
+        cwd=project.folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=environment(project.folder),
+    )
 
 
 @pytest.mark.slow
