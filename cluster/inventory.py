@@ -123,7 +123,7 @@ def machines_of(nodes: Sequence[NodeReport], kind: DeviceType) -> tuple[Machine,
     """Room for workers on each node, for `rung.cluster.placement.place`."""
     if kind == "cpu":
         return tuple(
-            Machine(name=node.id, spots=tuple(Spot(index=i) for i in range(max(1, int(node.cpus)))))
+            Machine(name=node.id, label=node.name, spots=tuple(Spot(index=i) for i in range(max(1, int(node.cpus)))))
             for node in nodes if node.cpus >= 1
         )  # fmt: skip
     found = []
@@ -134,7 +134,7 @@ def machines_of(nodes: Sequence[NodeReport], kind: DeviceType) -> tuple[Machine,
             for place, device in enumerate(_gpus(node))
         )
         if spots:
-            found.append(Machine(name=node.id, spots=spots))
+            found.append(Machine(name=node.id, label=node.name, spots=spots))
     return tuple(found)
 
 

@@ -25,10 +25,11 @@ class Spot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """One node of a cluster, and the room it has."""
+    """One node of a cluster, and the room it has. `label`: what a person calls it, if not `name`."""
 
     name: str
     spots: tuple[Spot, ...]
+    label: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ def place(count: int, machines: Sequence[Machine], *, spread: bool = False) -> P
     """Room for `count` workers. Raises JobError with what there is if that is less."""
     everything = [(machine.name, spot) for machine in machines for spot in machine.spots]
     if count > len(everything):
-        there = ", ".join(f"{m.name}: {len(m.spots)}" for m in machines[:8]) or "no machine"
+        there = ", ".join(f"{m.label or m.name}: {len(m.spots)}" for m in machines[:8]) or "no machine"
         more = f" and {len(machines) - 8} machines more" if len(machines) > 8 else ""
         raise JobError(
             f"cluster.workers: {count} workers asked for, there is room for {len(everything)} ({there}{more})",

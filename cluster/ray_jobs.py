@@ -69,16 +69,25 @@ def _connect(address: str) -> Any:
             f"cluster.address: {address} needs Ray's job client, which cannot be imported: {error}",
             hint="pip install 'ray[default]'",
         ) from None
-    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        return JobSubmissionClient(address)
+        client = JobSubmissionClient(address)
     except RuntimeError as error:
         raise DependencyError(f"cluster.address: {address}: {error}", hint="install the cluster's Ray here") from None
-    except (ConnectionError, ValueError) as error:
+    except Exception as error:
+        if type(error).__name__ == "AuthenticationError":
+            raise JobError(
+                f"cluster.address: {address} wants Ray's token",
+                hint="export RAY_AUTH_MODE=token, and see `ray get-auth-token --help`",
+            ) from None
+        if not isinstance(error, ConnectionError | ValueError):
+            raise
         raise JobError(
             f"cluster.address: no job server answers at {address}: {error}",
             hint="it is the dashboard's address: `ray start --head --dashboard-host=0.0.0.0` on the head, port 8265",
         ) from None
+    for name in ("ray", "ray.dashboard", "ray.job_submission"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # the client sets these to INFO
+    return client
 
 
 @contextlib.contextmanager

@@ -174,7 +174,10 @@ class OnRay:
 
     def planned(self, job: Job) -> Job:
         """With the number of workers fixed to what there is, within `cluster.workers`."""
-        return job.model_copy(update={"devices": job.devices.model_copy(update={"count": self._count})})
+        changes: dict[str, object] = {"devices": job.devices.model_copy(update={"count": self._count})}
+        if self._count == 1 and job.strategy.name == "ddp":  # which is what it is when only one worker is left
+            changes["strategy"] = job.strategy.model_copy(update={"name": "single"})
+        return job.model_copy(update=changes)
 
     def verify(self, store: Store) -> None:
         """Every node sees the same store and the job's folder. Raises JobError naming those that do not."""
