@@ -6,7 +6,7 @@ pytestmark = pytest.mark.slow
 
 
 def left(project):
-    return {path.name for path in project.folder.iterdir()} - {"__pycache__"}
+    return {path.name for path in project.folder.iterdir()} - {"__pycache__", ".cache"}
 
 
 def test_a_sound_job_is_proven_and_nothing_is_left(project):
