@@ -104,26 +104,35 @@ def plan_ladder(job: Any, hardware: Any, profile: Profile | None = None, *, fact
 
 
 def corrected(ladder: Ladder, plan: Plan, observed_peak_bytes: int) -> Ladder:
-    """The ladder after `plan` ran out of memory at `observed_peak_bytes` on a device: every prediction is raised in
-    the proportion seen (at least so that `plan` itself no longer fits), and what no longer fits is rejected."""
+    """The ladder after `plan` ran out of memory at `observed_peak_bytes` on a device (at least that much it needed).
+
+    What was not foreseen is put down to activations, since weights and optimizer are known exactly: every prediction's
+    activations are raised in the proportion seen, and what then does not stay below the observed peak is rejected.
+    """
     tried = next((rung for rung in ladder.rungs if _same(rung.plan, plan)), None)
-    predicted = plan.predicted_device_peak_bytes or (tried.account.device_peak_bytes if tried and tried.account else 0)
-    ratio = max(1.0, observed_peak_bytes / predicted) if predicted else 1.0
+    predicted = plan.predicted_device_peak_bytes or 0
+    excess = max(0, observed_peak_bytes - predicted) if predicted else 0
+    own = _activation_bytes(tried)
     rungs: list[Rung] = []
     rejected: list[Rejected] = []
     for rung in ladder.rungs:
         peak = rung.plan.predicted_device_peak_bytes
         if _same(rung.plan, plan):
             rejected.append(Rejected(plan=rung.plan, reason="ran out of memory"))
-        elif peak is None or peak * ratio < observed_peak_bytes:
-            again = rung.plan if peak is None else rung.plan.with_(predicted_device_peak_bytes=int(peak * ratio))
+            continue
+        needs = None if peak is None else peak + (excess * _activation_bytes(rung) // own if own else excess)
+        if needs is None or needs < observed_peak_bytes:
+            again = rung.plan if needs is None else rung.plan.with_(predicted_device_peak_bytes=needs)
             rungs.append(replace(rung, plan=again))
         else:
-            reason = (
-                f"needs {gib(int(peak * ratio))} by what was seen; {plan.strategy} failed at {gib(observed_peak_bytes)}"
-            )
+            reason = f"needs {gib(needs)} by what was seen; {plan.strategy} failed at {gib(observed_peak_bytes)}"
             rejected.append(Rejected(plan=rung.plan, reason=reason, account=rung.account))
     return Ladder(rungs=tuple(rungs), rejected=(*ladder.rejected, *rejected), notes=ladder.notes)
+
+
+def _activation_bytes(rung: Rung | None) -> int:
+    items = rung.account.items if rung is not None and rung.account is not None else ()
+    return sum(item.device_bytes for item in items if item.name == "activations")
 
 
 def with_threads(ladder: Ladder, most: int) -> Ladder:
