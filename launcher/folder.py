@@ -13,6 +13,7 @@ and copied whole when a checkpoint is committed and at the end.
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +29,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rung"
 
 
+def scratch_folder(job: Job) -> Path:
+    """Where a plan's offload to disk puts its files: in a local run folder, else among the temporary files."""
+    here = Store.open(job.run, job.checkpoint.options).local_path()
+    return (here or Path(tempfile.gettempdir()) / f"rung-{job.digest()}") / "offload"
+
+
 APPENDED = ("events.jsonl", "metrics.jsonl")
 
 
@@ -37,6 +44,7 @@ class RunFolder:
     def __init__(self, job: Job) -> None:
         self.store = Store.open(job.run, job.checkpoint.options)
         self.url = self.store.url
+        self._scratch = scratch_folder(job)
         self._staging: tempfile.TemporaryDirectory[str] | None = None
         if (here := self.store.local_path()) is not None:
             self.local = here
@@ -78,6 +86,10 @@ class RunFolder:
         """How many attempts this run has seen, over all launches."""
         return sum(1 for name in self.store.sizes("plans") if name.endswith(".json"))
 
+    def clear_scratch(self) -> None:
+        """Deletes what was offloaded to disk: a killed worker leaves its files behind."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
     def logs(self, attempt: int) -> Path:
         """Where the workers of an attempt write their logs."""
         folder = self.local / "logs" / f"attempt-{attempt:03}"
@@ -97,7 +109,8 @@ class RunFolder:
                 self._copied[file] = (stat.st_size, stat.st_mtime_ns)
 
     def close(self) -> None:
-        """A last sync; the local copy of a remote run goes away."""
+        """A last sync; scratch files and the local copy of a remote run go away."""
+        self.clear_scratch()
         self.sync()
         if self._staging is not None:
             self._staging.cleanup()

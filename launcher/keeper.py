@@ -12,6 +12,7 @@ from rung.launcher.job import Job
 from rung.launcher.rollback import Batch, took
 from rung.launcher.storage import Store
 from rung.launcher.watch.progress import View
+from rung.strategies.errors import StorageError
 from rung.strategies.plan import Plan
 
 
@@ -44,7 +45,13 @@ class Keeper:
             aliases=said["aliases"],
             trainer=said["trainer"],
         )
-        name = manifests.commit(self.store, manifests.merge(parts, meta))
+        manifest = manifests.merge(parts, meta)
+        if lacking := [name for name in said["weights"] if f"model/{name}" not in manifest.tensors]:
+            raise StorageError(
+                f"the checkpoint of step {meta.step} lacks {len(lacking)} weights: {', '.join(lacking[:5])}",
+                url=self.store.url, hint="this should not happen; the previous checkpoint stays valid",
+            )  # fmt: skip
+        name = manifests.commit(self.store, manifest)
         self.committed_step = meta.step
         # Only after the commit, and by one process: this one.
         checkpoint = self.job.checkpoint

@@ -92,6 +92,7 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
     keeper.sweep()
     keeper.passed_over = rollback.passed_over(rollback.read(folder.store))
     while True:
+        folder.clear_scratch()
         start = keeper.newest()
         number = folder.attempts() + 1
         folder.store_plan(number, recovery.plan)

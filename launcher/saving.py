@@ -68,6 +68,7 @@ class Saving:
         self._link, self._job, self._strategy, self._progress = link, job, strategy, progress
         self._attempt, self._extra = assignment.attempt, dict(extra)
         self._aliases = aliases(strategy.model)
+        self._weights = shapes(strategy.model)
         self._store = Store.open(job.run, job.checkpoint.options)
         self._saver = Saver(
             self._store, rank=link.rank, world=assignment.plan.devices, attempt=assignment.attempt,
@@ -91,7 +92,7 @@ class Saving:
 
         load_weights(
             self._job.init_from, self._strategy.intervals("load"), self._job.allow_mismatch,
-            options=self._job.checkpoint.options, model=shapes(self._strategy.model), aliases=self._aliases,
+            options=self._job.checkpoint.options, model=self._weights, aliases=self._aliases,
         )  # fmt: skip
         self._strategy.restored()
 
@@ -151,7 +152,7 @@ class Saving:
     def _meta(self, lr_factor: float) -> dict[str, Any]:
         p = self._progress
         return {
-            "epoch": p.epoch, "position": p.position, "aliases": self._aliases, "healthy": p.skipped == 0,
+            "epoch": p.epoch, "position": p.position, "aliases": self._aliases, "healthy": p.skipped == 0, "weights": list(self._weights),
             "trainer": {**p.to_trainer_state(), **self._extra, "lr_factor": lr_factor},
         }  # fmt: skip
 

@@ -19,6 +19,7 @@ from rung.launcher.balancing import Balancer
 from rung.launcher.data.loader import Loader, Step, auto_workers
 from rung.launcher.data.prepare import prepare_run, refuse_other_filter
 from rung.launcher.data.rng import seed_everything
+from rung.launcher.folder import scratch_folder
 from rung.launcher.job import Job
 from rung.launcher.lossguard import LossGuard
 from rung.launcher.messages import Assignment, CutBack, Finished, Note, Ready, StepRecord, Validated
@@ -114,7 +115,8 @@ class Trainer:
 
     def _build(self) -> None:
         plan, rank = self.plan, self.link.rank
-        self.strategy = make_strategy(plan, rank, self.link.store(GROUP_S) if plan.devices > 1 else None)
+        group = self.link.store(GROUP_S) if plan.devices > 1 else None
+        self.strategy = make_strategy(plan, rank, group, scratch=lambda: scratch_folder(self.job))
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.reporter = Reporter(self.link, self.memory)
         seed_everything(self.job.seed, 0, 0)  # the same weights on every rank and under every strategy

@@ -27,4 +27,5 @@ def make_strategy(plan: Plan, rank: int, store: "Store | None") -> Strategy:
         case "zero1" | "zero2" | "zero3":
             from rung.strategies.zero import ZeroStrategy
 
-            return ZeroStrategy(plan, rank, store)
+            to_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)
+            return ZeroStrategy(plan, rank, store, folder=scratch() if to_disk and scratch is not None else None)
