@@ -23,37 +23,37 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """`peak_bytes`: the most private memory of a worker above its baseline. `error`: why it failed, if it did."""
+    """`peak_bytes`: the most private memory of a worker above its baseline, in bytes; `baseline_bytes`: what it held
+    before it made anything. `error`: why it failed, if it did."""
 
     peak_bytes: int = 0
+    baseline_bytes: int = 0
     step_s: float = 0.0
     error: str = ""
 
 
+def private_bytes(file: int) -> int:
+    """What RLIMIT_DATA counts of a process: the sixth field of its statm."""
+    return int(os.pread(file, 200, 0).split()[5]) * PAGE
+
+
 class Watch(threading.Thread):
-    """Reads what RLIMIT_DATA counts (statm's sixth field) twice a millisecond."""
+    """Reads a worker's memory a few thousand times a second. From outside: within, the interpreter's lock would keep it
+    waiting just while an operation holds the most."""
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self._file = os.open("/proc/self/statm", os.O_RDONLY)
-        self._end = False
-        self.baseline = self.peak = self.now()
-
-    def now(self) -> int:
-        """Bytes at this moment."""
-        return int(os.pread(self._file, 200, 0).split()[5]) * PAGE
+        self._file = os.open(f"/proc/{pid}/statm", os.O_RDONLY)
+        self.peak = 0
 
     def run(self) -> None:
-        """Until `stop`."""
-        while not self._end:
-            self.peak = max(self.peak, self.now())
-            time.sleep(0.0005)
-
-    def stop(self) -> int:
-        """The peak above the baseline."""
-        self._end = True
-        self.join()
-        return self.peak - self.baseline
+        """Until the process is gone."""
+        try:
+            while True:
+                self.peak = max(self.peak, private_bytes(self._file))
+                time.sleep(0.0002)
+        except (OSError, IndexError):  # it has ended
+            os.close(self._file)
 
 
 def measure(number: int, plan: Plan, *, steps: int = 2, deadline_s: float = 120.0) -> Measured:
@@ -61,12 +61,14 @@ def measure(number: int, plan: Plan, *, steps: int = 2, deadline_s: float = 120.
     context = get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
-        pipes, workers = [], []
+        pipes, workers, watches = [], [], []
         for rank in range(plan.devices):
             ours, theirs = context.Pipe(duplex=False)
             worker = context.Process(target=_work, args=(number, plan, rank, folder, steps, theirs), daemon=True)
             worker.start()
             theirs.close()
+            watches.append(Watch(worker.pid))
+            watches[-1].start()
             pipes.append(ours)
             workers.append(worker)
         found = [_answer(pipe, deadline_s) for pipe in pipes]
@@ -75,9 +77,12 @@ def measure(number: int, plan: Plan, *, steps: int = 2, deadline_s: float = 120.
             if worker.is_alive():
                 worker.kill()
                 worker.join()
+        for watch in watches:
+            watch.join(10)
     if errors := [entry.error for entry in found if entry.error]:
         return Measured(error=next((e for e in errors if "emory" in e), errors[0]))
-    return Measured(peak_bytes=max(e.peak_bytes for e in found), step_s=max(e.step_s for e in found))
+    peaks = [watch.peak - entry.baseline_bytes for watch, entry in zip(watches, found, strict=True)]
+    return Measured(peak_bytes=max(peaks), step_s=max(entry.step_s for entry in found))
 
 
 def _answer(pipe: Any, deadline_s: float) -> Measured:
@@ -98,11 +103,11 @@ def _work(number: int, plan: Plan, rank: int, folder: str, steps: int, pipe: Any
 
     torch.set_num_threads(plan.threads)
     case = all_cases()[number]
-    watch = Watch()
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - its descriptor is read
+        baseline = private_bytes(file.fileno())
     if plan.memory_cap_bytes is not None:
         steady_allocator()
         apply_memory_cap(plan.memory_cap_bytes)
-    watch.start()
     try:
         alone = plan.devices == 1 and plan.zero_stage == 0
         store = None if alone else torch.distributed.FileStore(f"{folder}/store", plan.devices)
@@ -113,7 +118,7 @@ def _work(number: int, plan: Plan, rank: int, folder: str, steps: int, pipe: Any
         for _ in range(steps):
             _step(case, plan, rank, strategy)
         step_s = (time.perf_counter() - began) / steps
-        pipe.send(Measured(peak_bytes=watch.stop(), step_s=step_s))
+        pipe.send(Measured(baseline_bytes=baseline, step_s=step_s))
     except Exception as error:  # the parent prints it: a case that fails is a result
         pipe.send(Measured(error=f"{type(error).__name__}: {str(error)[:200]}"))
     os._exit(0)

@@ -15,9 +15,11 @@ CPU_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 @dataclass(kw_only=True, slots=True)
 class Phase:
-    """(bytes of everything else, bytes of gradients) after each operation, and a digest of the operations' names."""
+    """(bytes of everything else, bytes of gradients) after each operation, the size of each new storage, and a digest
+    of the operations' names."""
 
     alive: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     names: int = 0
 
     @property
@@ -134,6 +136,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         entry = self._live.get(key)
         if entry is None:
+            self._phase.sizes.append(size)
             entry = self._live[key] = [0, False, weakref.ref(storage, functools.partial(self._died, key))]
         elif entry[0] == size:
             return

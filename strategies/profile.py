@@ -70,6 +70,14 @@ class ParameterGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Tensors of one size: bytes of each, and their share of the bytes of all activations of a step."""
+
+    size: Line
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
     """One micro-batch, forward and backward, run in one way (with or without activation checkpointing).
 
@@ -80,6 +88,7 @@ class Activity:
     flops: floating point operations of matrix products and convolutions; 2 for a multiply-add.
     moved: bytes that all other operations read and write.
     operations: how many operations run, each with its own launch cost.
+    blocks: the most frequent sizes of a tensor among activations.
     residual: largest relative difference between the lines and a trace at a third size; 0 when there was none.
     """
 
@@ -88,6 +97,7 @@ class Activity:
     flops: Line
     moved: Line
     operations: int
+    blocks: tuple[Block, ...] = ()
     residual: float = 0.0
 
 
@@ -166,5 +176,7 @@ class Profile:
 
 
 def _activity(values: dict[str, Any]) -> Activity:
-    lines = {name: tuple(Line(**line) for line in values[name]) for name in ("first", "again")}
-    return Activity(**{**values, **lines, "flops": Line(**values["flops"]), "moved": Line(**values["moved"])})
+    envelopes = {name: tuple(Line(**line) for line in values[name]) for name in ("first", "again")}
+    lines = {name: Line(**values[name]) for name in ("flops", "moved")}
+    blocks = tuple(Block(size=Line(**block["size"]), share=block["share"]) for block in values["blocks"])
+    return Activity(**{**values, **envelopes, **lines, "blocks": blocks})

@@ -21,7 +21,7 @@ from rung.strategies import checkpointing
 from rung.strategies.ledger import Ledger, Phase, size_of
 from rung.strategies.plan import Precision
 from rung.strategies.precision import Amp
-from rung.strategies.profile import Activity, Line, Method, ParameterGroup, Profile, highest, upper_envelope
+from rung.strategies.profile import Activity, Block, Line, Method, ParameterGroup, Profile, highest, upper_envelope
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 MakeBatch = Callable[[int], Any]
@@ -30,6 +30,7 @@ SIZES = (2, 4)
 CHECK_SIZE = 7
 # A third trace checks the lines only where it costs little.
 CHECK_OPERATIONS = 4000
+MOST_BLOCKS = 12
 # A model with recurrent layers is measured rather than traced if its weights are no more than this.
 MOST_RECURRENT_BYTES = 512 * 2**20
 
@@ -310,6 +311,7 @@ def _activity(runs: list[_Run], check: _Run | None) -> Activity:
         flops=_line([(run.size, run.flops) for run in runs]),
         moved=_line([(run.size, run.moved) for run in runs]),
         operations=max(run.operations for run in runs),
+        blocks=_blocks(*runs),
         residual=residual,
     )
 
@@ -321,6 +323,18 @@ def _lines(runs: list[_Run], value: Callable[[tuple[int, int]], int]) -> tuple[L
     if small.phase.names == large.phase.names and len(low) == len(high):
         return upper_envelope(_line([(small.size, a), (large.size, b)]) for a, b in zip(low, high, strict=True))
     return (_line([(small.size, max(low, default=0)), (large.size, max(high, default=0))]),)
+
+
+def _blocks(small: _Run, large: _Run) -> tuple[Block, ...]:
+    """The sizes that activations (what grows with the micro-batch) come in, each with its share of their bytes."""
+    found: dict[Line, int] = {}
+    for a, b in zip(small.phase.sizes, large.phase.sizes, strict=False):
+        if b > a:
+            line = _line([(small.size, a), (large.size, b)])
+            found[line] = found.get(line, 0) + b
+    total = sum(found.values())
+    most = sorted(found.items(), key=lambda entry: -entry[1])[:MOST_BLOCKS]
+    return tuple(Block(size=line, share=size / total) for line, size in most)
 
 
 def _line(points: list[tuple[int, float]]) -> Line:
