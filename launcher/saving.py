@@ -152,7 +152,8 @@ class Saving:
     def _meta(self, lr_factor: float) -> dict[str, Any]:
         p = self._progress
         return {
-            "epoch": p.epoch, "position": p.position, "aliases": self._aliases, "healthy": p.skipped == 0, "weights": list(self._weights),
+            "epoch": p.epoch, "position": p.position, "aliases": self._aliases, "healthy": p.skipped == 0,
+            "weights": list(self._weights),
             "trainer": {**p.to_trainer_state(), **self._extra, "lr_factor": lr_factor},
         }  # fmt: skip
 

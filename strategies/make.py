@@ -9,8 +9,11 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-def make_strategy(plan: Plan, rank: int, store: "Store | None") -> Strategy:
+def make_strategy(
+    plan: Plan, rank: int, store: "dist.Store | None", *, scratch: Callable[[], Path] | None = None
+) -> Strategy:
     """The strategy of `plan` for worker `rank`; `store` is where the workers meet (None where there is only one).
+    `scratch` names a local folder for what a plan offloads to disk; it is called only for such a plan.
 
     With several workers this forms their process group, so it blocks until all have called it. Raises WorkersFailed
     if one does not come in time.
