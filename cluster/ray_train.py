@@ -19,6 +19,7 @@ import inspect
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +35,8 @@ from rung.cluster.remote import RemoteWorkers
 from rung.cluster.sites import Site
 from rung.strategies.errors import DependencyError, JobError, RungError, WorkersFailed
 
-#: How long a cluster may take to answer at all.
-CONNECT_S = 30.0
+#: How long a cluster may take to accept a connection.
+CONNECT_S = 10.0
 #: How long room that exists, but may be in use, is waited for.
 RESERVE_S = 20.0
 
@@ -61,6 +62,8 @@ class RayCluster:
                 f"cluster.address: {address}: workers could not reach this machine through a Ray client",
                 hint="use the job server, http://HEAD:8265, or launch on a node of the cluster with `auto`",
             )
+        if address != "local":
+            _reach(ray, address)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         _hush(ray)
         try:
@@ -77,10 +80,7 @@ class RayCluster:
                 hint="install the Ray (and Python) version of the cluster here, or launch from one of its nodes",
             ) from None
         except (ConnectionError, TimeoutError, ValueError) as error:
-            raise JobError(
-                f"cluster.address: no Ray cluster answers at {address}: {_first_line(error)}",
-                hint="start one (`ray start --head`), or use `local` for Ray on this machine, `none` to do without",
-            ) from None
+            raise _nobody(address, error) from None
         logging.getLogger("ray").setLevel(logging.ERROR)
         return cls(ray, address, preload)
 
@@ -320,6 +320,29 @@ class _Room:
         for actor in self._actors.values():
             self._ray.kill(actor, no_restart=True)
         remove_placement_group(self._group)
+
+
+def _reach(ray: Any, address: str) -> None:
+    """Raises JobError at once where nobody listens; Ray itself would try for minutes."""
+    try:
+        if address == "auto":
+            found = ray._private.services.canonicalize_bootstrap_address(address)
+            if not found:
+                raise ConnectionError("no node of a cluster runs on this machine")
+        else:
+            found = address
+        host, _, port = str(found).rpartition(":")
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise _nobody(address, error) from None
+
+
+def _nobody(address: str, error: Exception) -> JobError:
+    return JobError(
+        f"cluster.address: no Ray cluster answers at {address}: {_first_line(error)}",
+        hint="start one (`ray start --head`), or use `local` for Ray on this machine, `none` to do without;"
+        " if it is protected by a token, export RAY_AUTH_MODE=token",
+    )
 
 
 def _hush(ray: Any) -> None:

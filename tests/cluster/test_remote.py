@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rung.cluster import remote
 from rung.cluster.agent import TOKEN_BYTES
 from rung.cluster.failures import Cause
 from rung.cluster.local import Ended, Message, WorkerSpec, import_path
@@ -174,6 +175,18 @@ def test_when_the_launcher_is_gone_agents_and_workers_go_too(machines):
     workers._closed = True  # as if it had been killed: connections just end
     workers._running = False
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_machine_that_falls_silent_counts_as_lost(machines, monkeypatch):
+    monkeypatch.setattr(remote, "SILENT_S", 4.0)
+    with machines.start("echo", [1, 1]) as workers:
+        machines.agents[0].send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        until_rank_ends(workers, 0)
+        assert 3.0 < time.monotonic() - began < 20.0
+        assert workers.alive == (1,)
+        machines.agents[0].send_signal(signal.SIGKILL)
+    assert "machine-0 has said nothing for 4 s" in workers.verdict().text
 
 
 def test_who_does_not_know_the_token_gets_nothing_unpickled(machines, tmp_path):
