@@ -1,5 +1,7 @@
 """From a plan to the strategy that carries it out. Loads only what that strategy needs."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rung.strategies.base import Strategy
@@ -10,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_strategy(
-    plan: Plan, rank: int, store: "dist.Store | None", *, scratch: Callable[[], Path] | None = None
+    plan: Plan, rank: int, store: "Store | None", *, scratch: Callable[[], Path] | None = None
 ) -> Strategy:
     """The strategy of `plan` for worker `rank`; `store` is where the workers meet (None where there is only one).
     `scratch` names a local folder for what a plan offloads to disk; it is called only for such a plan.
