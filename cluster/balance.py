@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 
 #: A step must promise to become shorter by this part, in `WINDOWS` stretches in a row, before shares change.
 LEAST_GAIN, WINDOWS = 0.1, 2
-#: Steps in a stretch; the first one of all is for warming up. A stretch shorter than `LEAST_S` tells nothing.
-STRETCH, LEAST_S = 5, 0.1
+#: A stretch is so many steps, and goes on until some rank has computed for so long: less tells of chance alone.
+STRETCH, STRETCH_S = 5, 1.0
+#: No share grows or shrinks by more than this at once.
+MOST = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +33,23 @@ def equal(batch: int, ranks: int) -> Balance:
 
 
 def judge(before: Balance, seconds: Sequence[float]) -> Balance:
-    """The balance after a stretch in which rank r computed for `seconds[r]` a step.
+    """The balance after a stretch in which rank r computed for `seconds[r]` a step (the median: a hiccup is none).
 
-    The shares stay as they are unless the stretch, and the one before it, promise a gain of more than `LEAST_GAIN`.
+    The shares stay as they are unless the stretch, and the one before it, promise a gain of more than `LEAST_GAIN`;
+    then the speeds are the means of both.
     """
     shares = before.shares
     if len(seconds) != len(shares):
         raise ValueError(f"{len(seconds)} times for {len(shares)} ranks")
-    if min(seconds) <= 0.0 or min(shares) < 1 or max(seconds) * STRETCH < LEAST_S:
+    if min(seconds) <= 0.0 or min(shares) < 1:
         return replace(before, streak=0)
     speeds = [share / s for share, s in zip(shares, seconds, strict=True)]
-    wanted = proportional(sum(shares), speeds)
+    if before.streak:
+        speeds = [(one + other) / 2 for one, other in zip(speeds, before.speeds, strict=True)]
+    ideal = [sum(shares) * speed / sum(speeds) for speed in speeds]
+    wanted = proportional(
+        sum(shares), [min(max(i, share / MOST), share * MOST) for i, share in zip(ideal, shares, strict=True)]
+    )
     now = max(seconds)
     then = max(share / speed for share, speed in zip(wanted, speeds, strict=True))
     gain = 1.0 - then / now

@@ -6,6 +6,7 @@ equal.
 """
 
 import contextlib
+import statistics
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ class Balancer:
         self._balance = balance.equal(plan.global_batch, plan.devices)
         self._steps = -WARM_UP
         self._seconds = 0.0
+        self._stretch: list[float] = []
         self._cuda = plan.device == "cuda"
         self._events: list[tuple[torch.Event, torch.Event]] = []
 
@@ -57,22 +59,28 @@ class Balancer:
         if not self.active:
             return
         self._steps += 1
-        if self._steps <= 0:
-            self._seconds = 0.0
-            self._events.clear()
-            return
-        if self._steps % balance.STRETCH:
-            return
         for start, end in self._events:
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3
         self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        if self._steps <= 0:
+            return
+        self._stretch.append(seconds)
+        if self._steps % balance.STRETCH == 0:
+            self._exchange()
+
+    def _exchange(self) -> None:
         trainer = self._trainer
-        seconds = [0.0] * trainer.plan.devices
-        seconds[trainer.link.rank] = self._seconds / balance.STRETCH
-        self._seconds = 0.0
+        rank, devices = trainer.link.rank, trainer.plan.devices
+        told = [0.0] * (2 * devices)
+        told[rank], told[devices + rank] = sum(self._stretch), statistics.median(self._stretch)
+        told = trainer.strategy.collectives.agree(told)
+        if max(told[:devices]) < balance.STRETCH_S:
+            return
+        self._stretch.clear()
         before = self._balance
-        self._balance = balance.judge(before, trainer.strategy.collectives.agree(seconds))
+        self._balance = balance.judge(before, told[devices:])
         if self._balance.shares != before.shares:
             self._adopt()
 

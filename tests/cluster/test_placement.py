@@ -108,11 +108,9 @@ def test_one_bad_stretch_changes_nothing():
     assert balance.judge(hit, [0.1, 0.5]).shares == (7, 1)
 
 
-def test_steps_too_short_to_be_measured_are_left_alone():
-    short = balance.equal(8, 2)
-    for _ in range(9):
-        short = balance.judge(short, [0.001, 0.004])
-    assert short.shares == (4, 4)
+def test_no_share_leaps_by_more_than_three_times_at_once():
+    before = balance.equal(200, 2)
+    assert balance.judge(balance.judge(before, [0.01, 1.0]), [0.01, 1.0]).shares == (171, 29)
 
 
 @pytest.mark.parametrize("seed", range(50))

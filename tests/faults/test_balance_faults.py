@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 class Points(Dataset):
     def __init__(self):
-        self.x = torch.randn(256, 512, generator=torch.Generator().manual_seed(7))
+        self.x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(7))
 
     def __len__(self):
         return 256
@@ -35,7 +35,7 @@ class Heavy:
 
     def model(self):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ.get("RANK", "0"))]})
-        layers = [m for _ in range(6) for m in (nn.Linear(512, 512), nn.Tanh())]
+        layers = [m for _ in range(6) for m in (nn.Linear(1024, 1024), nn.Tanh())]
         return nn.Sequential(*layers)
 
     def dataset(self, split):
