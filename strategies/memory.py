@@ -205,6 +205,9 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
         sent = min(profile.weight_bytes, 250 * MIB)
         size = max(size, sent - profile.gradient_bytes - profile.optimizer_bytes)
     if plan.zero_stage:
+        if plan.zero_stage < 3 and plan.device == "cpu":
+            # Kernels lie anywhere in one flat buffer, and oneDNN copies them once more (measured).
+            size += _convolution_bytes(profile) * 5 // 4
         # What DeepSpeed flattens, gathers and prefetches; more than the activations of a small micro-batch.
         bucket = 4 * min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
         size = max(size, bucket * 3 // 4 + 20 * MIB if plan.zero_stage == 3 else bucket // 2 + 74 * MIB)
@@ -240,8 +243,7 @@ def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item])
     so_far = sum(item.device_bytes for item in items)
     if plan.device == "cpu":
         libraries = LIBRARIES_BYTES + THREAD_BYTES * (plan.threads - 1)
-        libraries += min(MOST_CONVOLUTION_BYTES, CONVOLUTION_BYTES * profile.convolutions)
-        libraries += 2 * profile.kernel_bytes
+        libraries += _convolution_bytes(profile)
         slack = so_far // 200
         if plan.memory_cap_bytes is None:
             moving = sum(item.device_bytes for item in items if item.name in ("activations", "gradients"))
@@ -262,6 +264,11 @@ def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item])
         Item(name="allocator", device_bytes=so_far // 25, source="4%, with expandable segments"),
         extra,
     ]
+
+
+def _convolution_bytes(profile: Profile) -> int:
+    """What oneDNN keeps for convolutions: compiled kernels and weights in its own layout (measured)."""
+    return min(MOST_CONVOLUTION_BYTES, CONVOLUTION_BYTES * profile.convolutions) + 2 * profile.kernel_bytes
 
 
 def _left_in_heap(profile: Profile, plan: Plan) -> int:
