@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rung.strategies.errors import WorkersFailed
+from rung.strategies.memory import steady_allocator
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -254,6 +255,7 @@ def apply_memory_cap(cap_bytes: int) -> int:
     Only the soft limit is set: `lift_memory_cap` can give the way free to save what is in memory. Beyond the cap the
     allocator fails with an exception instead of the kernel killing the process.
     """
+    steady_allocator()  # what glibc keeps of freed memory would else be half as much again
     limit = data_bytes() + cap_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:

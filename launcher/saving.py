@@ -67,8 +67,8 @@ class Saving:
     ) -> None:  # fmt: skip
         self._link, self._job, self._strategy, self._progress = link, job, strategy, progress
         self._attempt, self._extra = assignment.attempt, dict(extra)
-        self._aliases = aliases(strategy.model)
-        self._weights = shapes(strategy.model)
+        self._aliases = aliases(strategy.module)
+        self._weights = shapes(strategy.module)
         self._store = Store.open(job.run, job.checkpoint.options)
         self._saver = Saver(
             self._store, rank=link.rank, world=assignment.plan.devices, attempt=assignment.attempt,

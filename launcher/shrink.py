@@ -66,7 +66,7 @@ def _adopt(trainer: "Trainer", plan: Plan) -> None:
     gc.collect()
     give_back(trainer.strategy.device)
     if plan.activation_checkpointing and not trainer.plan.activation_checkpointing:
-        checkpointing.enable(trainer.strategy.model)
+        checkpointing.enable(trainer.strategy.module)
     trainer.plan = trainer.strategy.plan = plan
     if trainer.loader is not None:
         trainer.open_loader()

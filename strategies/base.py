@@ -27,7 +27,8 @@ class Strategy(ABC):
     6. `full_parameters()`: at any step boundary, on all ranks together.
     7. `close()`: once, also after a failure.
 
-    Attributes set by `build`: `model` (call it for the forward pass; in evaluation too), `optimizer` (write
+    Attributes set by `build`: `module` (the task's own, whose names count), `model` (call it for the forward pass; in
+    evaluation too; it may wrap `module`), `optimizer` (write
     learning rates into its `param_groups`), `device`; from the constructor `plan`, `rank`, and `collectives` (the CPU
     group of all ranks, for small exchanges).
 
@@ -40,6 +41,7 @@ class Strategy(ABC):
     rank: int
     collectives: Collectives
     device: torch.device
+    module: torch.nn.Module
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 

@@ -45,6 +45,7 @@ class SingleStrategy(Strategy):
         self._fp32 = all(p.dtype == torch.float32 for p in self._trained)
         self._state = FlatState(module, self.optimizer, self._amp.loss_scale)
         self._amp.patch(module)
+        self.module = module
         self.model = self._wrap(module)
 
     def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -102,7 +103,7 @@ class SingleStrategy(Strategy):
             yield name, tensor if self.rank == 0 else tensor.new_empty(0)
 
     def close(self) -> None:
-        for name in ("model", "optimizer", "_trained", "_all", "_state"):
+        for name in ("module", "model", "optimizer", "_trained", "_all", "_state"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

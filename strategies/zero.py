@@ -87,7 +87,7 @@ class ZeroStrategy(Strategy):
         for tensor in buffers(module).values():
             if self.plan.devices > 1:
                 dist.broadcast(tensor, 0)
-        self.model = self._engine
+        self.module, self.model = module, self._engine
         self.optimizer = self._zero.optimizer
         if self._amp.loss_scale is not None:
             # DeepSpeed's own scale moves in the middle of a step, between the norm and the division.
@@ -178,7 +178,7 @@ class ZeroStrategy(Strategy):
 
     def close(self) -> None:
         engine, state = self.__dict__.pop("_engine", None), self.__dict__.pop("_state", None)
-        for name in ("model", "optimizer", "_zero"):
+        for name in ("module", "model", "optimizer", "_zero"):
             self.__dict__.pop(name, None)
         if state is not None:
             state.fragmented.close()
