@@ -29,7 +29,7 @@ class Balancer:
     def __init__(self, trainer: "Trainer") -> None:
         plan = trainer.plan
         self._trainer = trainer
-        wanted = trainer.job.devices.balance == "auto"
+        wanted = trainer.job.devices.balance
         self.active = wanted and plan.devices > 1 and plan.zero_stage < 3 and plan.global_batch >= 2 * plan.devices
         self._balance = balance.equal(plan.global_batch, plan.devices)
         self._steps = -WARM_UP

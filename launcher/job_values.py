@@ -83,8 +83,8 @@ class Devices(_Section):
     """A hard cap for each device: "8 GiB", bytes, or auto."""
     type: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Which kind of device."""
-    balance: Literal["auto", "off"] = "auto"
-    """auto: devices whose measured speeds differ by more than a tenth get unequal shares of each batch; off: never."""
+    balance: bool = True
+    """Whether devices whose measured speeds differ by more than a tenth get unequal shares of each batch."""
 
 
 class Checkpoint(_Section):
