@@ -83,7 +83,7 @@ class Devices(_Section):
     """A hard cap for each device: "8 GiB", bytes, or auto."""
     type: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Which kind of device."""
-    balance: bool = True
+    balance: bool = False
     """Whether devices whose measured speeds differ by more than a tenth get unequal shares of each batch."""
 
 
