@@ -1,5 +1,6 @@
 """The command line: parses, calls, prints, and turns errors into exit codes. Nothing here decides anything."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def schema() -> None:
 
 def main() -> None:
     """Entry point of the `rung` command."""
-    from rung.strategies.errors import RungError
+    from rung.strategies.errors import RungError, StorageError
 
     try:
         app(standalone_mode=True)
@@ -182,3 +183,10 @@ def main() -> None:
 
         show_error(error)
         sys.exit(exit_code(error))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        sys.stderr.write(
+            f"rung: {error.strerror}: {error.filename or 'the run folder'}\n  → free some space, and launch again\n"
+        )
+        sys.exit(StorageError.exit_code)
