@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rung.cluster.failures import Cause, Ended
 from rung.cluster.link import Stop
 from rung.cluster.local import Message, WorkerSpec
+from rung.launcher.checkpoint.lease import Lease
 from rung.launcher.checkpoint.manifest import Part
 from rung.launcher.fallback import GiveUp, Retry, Tried
 from rung.launcher.folder import RunFolder
@@ -34,12 +35,13 @@ from rung.launcher.messages import (
 )
 from rung.launcher.salvage import salvage
 from rung.launcher.signals import Signals
+from rung.launcher.storage import Store
 from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.monitor import Monitor
 from rung.launcher.watch.progress import Status, View, duration
 from rung.launcher.workers import Fleet
-from rung.strategies.errors import RungError
+from rung.strategies.errors import RungError, RunLocked, StorageError
 from rung.strategies.findings import Finding
 from rung.strategies.plan import Plan
 
@@ -132,10 +134,13 @@ class Attempt:
             while len(self.ended) < self.plan.devices:
                 self._serve_all(POLL_S)
                 self.monitor.tick()
+                if self._storage_error is not None:
+                    self._save_elsewhere(self._storage_error)
+                    break
                 if self._failed():
                     self._rescue()
                     break
-                if self._storage_error is not None or self._out_of_patience():
+                if self._out_of_patience():
                     break
                 self._move_if_changed()
             self._close()
@@ -275,7 +280,24 @@ class Attempt:
             self._hung = {r: self.workers.stacks(r) for r, b in late.items() if b[0] == step}
         return bool(late)
 
-    def _rescue(self) -> None:
+    def _save_elsewhere(self, failure: RungError) -> None:
+        """The run's store fails for good: the state goes to a folder on another disk, and the error names it."""
+        if isinstance(failure, RunLocked):
+            return  # the store is well; another launcher goes on from what is there
+        folder = self.folder.elsewhere()
+        self.view.say(f"storage    {failure.message}; saving to {folder} instead", style="red")
+        self._storage_error = None
+        store = Store.open(str(folder))
+        with Lease.acquire(store) as lease:
+            self.keeper = Keeper(store, self.job, self.view, lease)
+            self._rescue(elsewhere=str(folder))
+        saved = self.keeper.committed_step
+        self._storage_error = failure if saved < 0 else StorageError(
+            f"{failure.message}; the state of step {saved:,} is saved in {folder}",
+            url=getattr(failure, "url", ""), hint=f"mend the store and launch again, or go on with --set run={folder}",
+        )  # fmt: skip
+
+    def _rescue(self, elsewhere: str | None = None) -> None:
         """Gets the state of the last completed step out of those that still have it, then lets them go."""
         self.workers.send(None, WhereAreYou())
         self._until(ANSWER_S, lambda: set(self.workers.alive) <= set(self.positions))
@@ -283,7 +305,7 @@ class Attempt:
         found = salvage(self.plan, alive, self.keeper.committed_step)
         if found is not None:
             for rank in found.writers:
-                self.workers.send(rank, WriteState(whole=found.whole))
+                self.workers.send(rank, WriteState(whole=found.whole, elsewhere=elsewhere))
             self._until(WRITE_S, lambda: self.keeper.committed_step >= found.step or self._storage_error is not None
                         or not set(found.writers) <= set(self.workers.alive))  # fmt: skip
         self.workers.send(None, Leave())

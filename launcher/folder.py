@@ -11,6 +11,7 @@ Logs and metrics are appended to, which object stores cannot do: for a remote ru
 and copied whole when a checkpoint is committed and at the end.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -64,7 +65,8 @@ class RunFolder:
     def event(self, kind: str, **facts: Any) -> None:
         """Appends one line to events.jsonl."""
         row = {"time": round(time.time(), 3), "event": kind, **facts}
-        with (self.local / "events.jsonl").open("a", encoding="utf-8") as f:
+        # On a full disk the state is what matters; it is saved elsewhere, and what failed is said on the terminal.
+        with contextlib.suppress(OSError), (self.local / "events.jsonl").open("a", encoding="utf-8") as f:
             f.write(json.dumps(row, default=str) + "\n")
 
     def stored_job(self) -> dict[str, Any] | None:
@@ -85,6 +87,14 @@ class RunFolder:
     def attempts(self) -> int:
         """How many attempts this run has seen, over all launches."""
         return sum(1 for name in self.store.sizes("plans") if name.endswith(".json"))
+
+    def elsewhere(self) -> Path:
+        """A new folder for a checkpoint that the run's own store does not take: on another disk where there is one,
+        with the most room."""
+        own = self.local.stat().st_dev if self.store.local_path() is not None else -1
+        candidates = [p for p in (Path.cwd(), Path(tempfile.gettempdir()), Path.home()) if os.access(p, os.W_OK)]
+        best = max(candidates, key=lambda p: (p.stat().st_dev != own, shutil.disk_usage(p).free))
+        return Path(tempfile.mkdtemp(prefix="rung-saved-", dir=best))
 
     def clear_scratch(self) -> None:
         """Deletes what was offloaded to disk: a killed worker leaves its files behind."""

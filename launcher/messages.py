@@ -185,9 +185,11 @@ class WhereAreYou:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WriteState:
-    """Write the frozen state: your own intervals, or the `whole` of it."""
+    """Write the frozen state: your own intervals, or the `whole` of it; to another folder than the run's, if one is
+    given."""
 
     whole: bool
+    elsewhere: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

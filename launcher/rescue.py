@@ -21,9 +21,10 @@ HOLD_S = 300.0
 
 
 class Rescuer:
-    """Guards the state of one worker. `step()` tells the last completed step, `write(whole)` writes the state."""
+    """Guards the state of one worker. `step()` tells the last completed step, `write(whole,
+    elsewhere)` writes the state."""
 
-    def __init__(self, link: Link, step: Callable[[], int], write: Callable[[bool], None]) -> None:
+    def __init__(self, link: Link, step: Callable[[], int], write: Callable[[bool, str | None], None]) -> None:
         self._link, self._step, self._write = link, step, write
         self._changing = threading.Lock()
         self._frozen = False
@@ -64,8 +65,8 @@ class Rescuer:
         match value:
             case WhereAreYou():
                 threading.Thread(target=self._freeze, name="rung-freeze", daemon=True).start()
-            case WriteState(whole=whole):
-                threading.Thread(target=self._save, args=(whole,), name="rung-rescue", daemon=True).start()
+            case WriteState(whole=whole, elsewhere=elsewhere):
+                threading.Thread(target=self._save, args=(whole, elsewhere), name="rung-rescue", daemon=True).start()
             case Leave():
                 self._leave.set()
                 return False  # a trainer that waits for an answer hears it too
@@ -80,6 +81,6 @@ class Rescuer:
             self._changing.release()
         self._link.send(Position(step=self._step(), sound=got and self._sound, failing=False))
 
-    def _save(self, whole: bool) -> None:
+    def _save(self, whole: bool, elsewhere: str | None) -> None:
         lift_memory_cap()
-        self._write(whole)
+        self._write(whole, elsewhere)

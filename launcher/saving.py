@@ -126,15 +126,17 @@ class Saving:
             said = f"rank {self._link.rank} waited {blocked.waited_s:.1f} s for the save before: the store is slow"
             self._link.send(Note(text=said, warning=True))
 
-    def rescue(self, whole: bool, lr_factor: float) -> None:
-        """Writes the state as of the last completed step, in the calling thread, which need not be the main one."""
+    def rescue(self, whole: bool, elsewhere: str | None, lr_factor: float) -> None:
+        """Writes the state as of the last completed step, in the calling thread, which need not be the main one: to
+        the run's store, or to the folder `elsewhere`."""
         step, meta = self._progress.step, self._meta(lr_factor)
         try:
-            if whole:
-                alone = Saver(self._store, rank=0, world=1, attempt=self._attempt, on_part=self._part_written)
-                part = alone.emergency(step, self._strategy.intervals("whole"), meta)
-            else:
-                part = self._saver.emergency(step, self._strategy.intervals("save"), meta)
+            saver = self._saver
+            if whole or elsewhere is not None:
+                store = self._store if elsewhere is None else Store.open(elsewhere)
+                rank, world = (0, 1) if whole else (self._link.rank, self._strategy.plan.devices)
+                saver = Saver(store, rank=rank, world=world, attempt=self._attempt, on_part=self._part_written)
+            part = saver.emergency(step, self._strategy.intervals("whole" if whole else "save"), meta)
         except Exception as error:  # a thread has nobody to raise to, and the launcher waits for an answer
             known = error if isinstance(error, RungError) else StorageError(f"saving step {step} failed: {error!r}")
             self._failed(step, known)

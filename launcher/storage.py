@@ -181,7 +181,7 @@ class Store:
         free = self.free_bytes()
         if free is not None and free < needed_bytes:
             raise StorageError(
-                f"{self.url} has {free / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} GiB are needed",
+                f"{self.url} has {free / 2**20:,.1f} MiB free, {needed_bytes / 2**20:,.1f} MiB are needed",
                 url=self.url,
                 hint="free some space, lower checkpoint.keep, or choose another run folder",
             )

@@ -75,7 +75,9 @@ class Trainer:
         self._build()
         self._restore()
         self.rescuer = Rescuer(
-            self.link, lambda: self.progress.step, lambda whole: self.saving.rescue(whole, self._lr_factor())
+            self.link,
+            lambda: self.progress.step,
+            lambda whole, elsewhere: self.saving.rescue(whole, elsewhere, self._lr_factor()),
         )
         try:
             if not self.done:

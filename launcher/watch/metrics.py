@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from rung.launcher.messages import StepRecord, Validated
 class Metrics:
     """Appends to `metrics.jsonl` and to `tensorboard/` in a local folder. Use as a context manager.
 
+    A full disk costs lines here, never the run: the state is what matters, and is saved elsewhere then.
     A run that resumes from step k may have written steps after k before; `rewind` says so in the file, so that a
     reader keeps the last line of each step.
     """
@@ -28,17 +30,20 @@ class Metrics:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._lines.close()
+        with suppress(OSError):
+            self._lines.close()
         if self._board is not None:
-            self._board.close()
+            with suppress(OSError):
+                self._board.close()
 
     def steps(self, records: tuple[StepRecord, ...]) -> None:
-        """Adds one line for each optimizer step."""
+        """Adds one line for each optimizer step; TensorBoard gets the last of them, a few points a second."""
         for r in records:
             self._write({"kind": "step", **asdict(r)})
-            self._scalars(r.step, {"loss/train": r.loss, "gradient_norm": r.norm, "learning_rate": r.lr,
-                                   "seconds/step": r.seconds, "seconds/data": r.data_s,
-                                   "seconds/exchange": r.exchange_s})  # fmt: skip
+        r = records[-1]
+        self._scalars(r.step, {"loss/train": r.loss, "gradient_norm": r.norm, "learning_rate": r.lr,
+                               "seconds/step": r.seconds, "seconds/data": r.data_s,
+                               "seconds/exchange": r.exchange_s})  # fmt: skip
 
     def validated(self, result: Validated) -> None:
         """Adds the weighted means of one validation."""
@@ -56,14 +61,16 @@ class Metrics:
 
     def flush(self) -> None:
         """Brings both files up to date on disk."""
-        self._lines.flush()
-        if self._board is not None:
-            self._board.flush()
+        with suppress(OSError):
+            self._lines.flush()
+            if self._board is not None:
+                self._board.flush()
 
     def _write(self, row: dict[str, Any]) -> None:
         # JSON has no NaN or Inf: they are written as null-safe strings, which every reader can parse.
         safe = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._lines.write(json.dumps(safe) + "\n")
+        with suppress(OSError):
+            self._lines.write(json.dumps(safe) + "\n")
 
     def _scalars(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -74,4 +81,5 @@ class Metrics:
 
             self._board = EventFileWriter(str(self._board_folder))
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
-        self._board.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        with suppress(OSError):
+            self._board.add_event(Event(wall_time=time.time(), step=step, summary=summary))

@@ -2,6 +2,7 @@
 
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -205,3 +206,24 @@ def test_nothing_is_left_of_a_run_that_failed(project):
     assert process.wait() == 4
     wait_for(lambda: gone(set(pids)))
     assert set(Path("/dev/shm").glob("torch*")) <= before
+
+
+def test_a_full_disk_ends_with_exit_6_and_the_state_in_another_folder(project):
+    run = project.folder / "run"
+    run.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(run)], check=False)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system is not permitted here")
+    sets = ["task_args={layers: 2}", "schedule=constant"]
+    try:
+        done = project.launch(*sets)
+    finally:
+        subprocess.run(["umount", "-l", str(run)], check=True)
+    assert done.code == 6, done.all
+    assert "Traceback" not in done.all
+    folder = re.search(r"is saved in (\S+)", done.err)[1]
+    assert project.launch(*sets, "run=whole").code == 0
+    again = project.launch(*sets, f"run={folder}")
+    assert again.code == 0, again.all
+    assert "resume     step" in again.out
+    assert same_bits(project.weights("whole"), project.weights(folder)) == []

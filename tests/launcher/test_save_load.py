@@ -194,7 +194,7 @@ def test_no_room_is_known_before_writing(store, monkeypatch):
     monkeypatch.setattr(type(store._backend), "free_bytes", lambda self: 1000)
     saver = Saver(store, rank=0, world=1, attempt=1, on_part=lambda p: None)
     saver.snapshot(1, owned(state(), 0, 1))
-    with pytest.raises(StorageError, match="GiB are needed"):
+    with pytest.raises(StorageError, match="MiB are needed"):
         saver.wait()
     assert store.sizes() == {}
 

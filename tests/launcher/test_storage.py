@@ -114,7 +114,7 @@ def test_a_large_object_is_not_read_where_a_small_one_is_expected(store):
 def test_free_space_is_required_before_writing(tmp_path):
     store = Store.open(str(tmp_path))
     store.require_free(1)
-    with pytest.raises(StorageError, match="GiB are needed"):
+    with pytest.raises(StorageError, match="MiB are needed"):
         store.require_free(1 << 60)
     assert Store.open("memory://x").free_bytes() is None
 
