@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rung.cluster.catalog import LINKS, Inventory, Node, parse_link
+from rung.cluster.gpus import Device
 from rung.cluster.group import Group
 from rung.cluster.hardware import Hardware, probe
 from rung.cluster.inventory import NodeReport, Survey, kind_of, machines_of, sharing
@@ -90,9 +91,20 @@ class Here:
         return ""
 
     def start(self, entry: str, specs: Sequence[WorkerSpec], *, device: DeviceType, deadline_s: float) -> Group:
-        """Forks them."""
-        del device  # each finds that of its rank
+        """Forks them. Each is shown one GPU only, by its UUID: an index can mean another one in another process."""
+        if device == "cuda":
+            chosen = freest(probe(folder=self._job.folder).of("cuda"), len(specs))
+            specs = [
+                replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": gpu.uuid})
+                for spec, gpu in zip(specs, chosen, strict=False)
+            ]
         return Workers.start(entry, specs, deadline_s=deadline_s)
+
+
+def freest(gpus: Sequence[Device], count: int) -> list[Device]:
+    """So many GPUs, those with the most free memory (busy ones are avoided while there are others), in their order."""
+    most_free = sorted(gpus, key=lambda gpu: (-(gpu.free_bytes >> 28), gpu.index))[:count]
+    return sorted(most_free, key=lambda gpu: gpu.index)
 
 
 @dataclass(slots=True)
