@@ -8,8 +8,8 @@ GIB = 1 << 30
 
 def gpu(index, free):
     return Device(
-        kind="cuda", index=index, name="H", uuid=f"GPU-{index}", total_bytes=80 * GIB, free_bytes=free, capability="9.0",
-        bf16=True, vendor="nvidia",
+        kind="cuda", index=index, name="H", uuid=f"GPU-{index}", total_bytes=80 * GIB, free_bytes=free,
+        capability="9.0", bf16=True, vendor="nvidia",
     )  # fmt: skip
 
 
