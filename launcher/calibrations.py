@@ -36,7 +36,7 @@ def remember(digest: str, seen: Seen) -> None:
 def record(job: Job, plan: Plan, peak_bytes: int, step_s: float) -> str:
     """Keeps what a finished run measured; says how far the prediction was off ("" where there was none)."""
     predicted = plan.predicted_device_peak_bytes
-    if not predicted or not peak_bytes:
+    if not predicted or not peak_bytes or not step_s:
         return ""
     digest = digest_of(job, plan.precision)
     factors = factors_for(digest)

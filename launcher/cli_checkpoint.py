@@ -22,9 +22,14 @@ Option = Annotated[
 
 
 def _open(url: str, options: list[str] | None) -> "Store":
+    from rung.launcher.checkpoint.find import find_all
     from rung.launcher.storage import Store
+    from rung.strategies.errors import JobError
 
-    return Store.open(url, read_options(options or []))
+    store = Store.open(url, read_options(options or []))
+    if not store.exists("job.json") and not find_all(store):
+        raise JobError(f"{store.url} is not a run folder: it has no job.json and no checkpoints")
+    return store
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:

@@ -72,7 +72,9 @@ def _print(view: "View", ladder: "Ladder", all_rungs: bool) -> None:
         style = "bold" if row[0] else ("" if row[-1] in ("yes", "fits") else "dim")
         view.say("  ".join([*cells, row[-1]]).rstrip(), style=style)
     if len(shown) < len(found):
-        view.say(f"    and {len(found) - len(shown)} that make no sense here; --all shows them", style="dim")
+        view.say(
+            f"    and {len(found) - len(shown)} more ways that do not apply here; --all shows them and why", style="dim"
+        )
     show_plan(view, ladder)
     for note in ladder.notes:
         view.say(f"           {note}", style="dim")

@@ -11,9 +11,10 @@ from rung.strategies.errors import JobError, ObjectMissing
 ADVICE = {
     "device_oom": "give it more memory (devices.memory), a smaller batch or model, or more devices; see `rung plan`",
     "host_oom": "lower data.workers, or leave more host memory to the job; the trace above shows who held it",
-    "non_finite": "see the samples named above with `rung check`; lower optimizer.lr; use precision: fp32",
+    "non_finite": "do what the likely cause above asks for; `rung check` looks at the samples",
     "bad_data": "mend or drop the samples named above: `rung check`, data.clean",
-    "user_exception": "mend the line that the traceback names; the run goes on from its last checkpoint",
+    "user_exception": "mend the line that the traceback names, or the sample it failed on (`rung check` finds it); "
+    "then launch again: the run goes on from its last checkpoint",
     "lost_worker": "see the log named above; if it was killed, find out by whom (scheduler, kernel, operator)",
     "hung": "the stacks in the log show where the rank waited: a data loader, a lock, a network",
     "storage": "see that the store is writable and has room: `rung doctor`",

@@ -68,7 +68,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """The steps since the last message, and the memory that the device of this rank has taken and may take."""
+    """The steps since the last message, and the most memory that the device of this rank has held, and may."""
 
     records: tuple[StepRecord, ...]
     memory_bytes: int

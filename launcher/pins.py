@@ -91,8 +91,13 @@ def choose_precision(pins: Pins, pool: Pool, profile: Profile | None) -> tuple[P
     """The precision and the reason for it."""
     if pins.precision is not None:
         return pins.precision, "set in the job"
-    if profile is not None:
+    chosen, why = _fastest_precision(pool)
+    if profile is not None and profile.precision != chosen:
         return profile.precision, "as profiled"
+    return chosen, why
+
+
+def _fastest_precision(pool: Pool) -> tuple[Precision, str]:
     if pool.kind == "cuda" and pool.bf16:
         return "bf16", "all devices have fast bf16, and it needs no loss scaling"
     if pool.kind == "cuda" and pool.fp16:

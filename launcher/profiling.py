@@ -36,10 +36,10 @@ LOOKED_AT = 512
 def worth_it(job: Job, kind: str) -> bool:
     """Whether there is anything to choose by memory: not if all is pinned, nor for one CPU process without a cap."""
     pins = job.strategy
-    if pins.name != "auto" and pins.micro_batch is not None:
-        return False
-    free = pins.name == "single" and kind == "cpu" and job.devices.memory == "auto"
-    return not free
+    if job.devices.memory != "auto":
+        return True  # whatever is pinned is checked against the cap
+    pinned = pins.name != "auto" and pins.micro_batch is not None
+    return not pinned and not (pins.name == "single" and kind == "cpu")
 
 
 def find_profile(job: Job, precision: Precision, *, deadline_s: float = DEADLINE_S) -> tuple[Profile | None, str]:

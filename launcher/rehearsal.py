@@ -95,7 +95,7 @@ def _check(job: Job, view: View) -> str:
             hint=wrong[0].fix or "see `rung check`",
         )
     looked = sum(split["looked_at"] for split in stored["splits"])
-    return f"{looked:,} samples are sound"
+    return f"{looked:,} samples looked at, none that stops a run"
 
 
 def _two_steps(job: Job, scratch: str, store: Store) -> str:

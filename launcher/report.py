@@ -41,10 +41,13 @@ def show_end(
     outcome: Outcome, recovery: Recovery, folder: RunFolder, view: View, seconds: float, predicted: str
 ) -> None:
     """The last lines of a good run."""
-    steps = outcome.step - outcome.first_step
-    parts = [f"done       step {outcome.step:,}"]
-    if outcome.last_loss is not None and steps:
-        parts.append(f"loss {outcome.last_loss:.4f}")
+    if outcome.last_loss is None:
+        view.say(
+            f"done       step {outcome.step:,} is the last of this job: nothing to do; raise steps or epochs to go on"
+        )
+        folder.event("done", step=outcome.step, seconds=round(seconds, 1))
+        return
+    parts = [f"done       step {outcome.step:,}", f"loss {outcome.last_loss:.4f}"]
     parts += [f"valid {name} {value:.4f}" for name, value in outcome.last_metrics.items()]
     parts.append(f"in {duration(seconds)}")
     if outcome.peak_bytes:

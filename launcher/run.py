@@ -120,7 +120,7 @@ def run_attempts(context: Context, recovery: Recovery, lease: Lease) -> Outcome:
         if outcome.reason != "failed" or context.signals.first is not None:
             raise interrupted(outcome, context.signals, keeper)
         if start is not None and isinstance(outcome.error, CheckpointDamaged):
-            view.say(f"warning    {outcome.error.message}", style="yellow")
+            view.say(f"warning    {outcome.error.message}; going back to the one before it", style="yellow")
             keeper.reject(start.folder)
             continue
         fall_back(context, recovery, outcome)

@@ -324,7 +324,8 @@ class Trainer:
             self.lossguard.follow(batch, loss)
             return
         p.skipped += 1
-        if self.link.rank == 0:
+        # Many in a row are said now and then: the log is for reading.
+        if self.link.rank == 0 and (p.skipped <= 3 or p.skipped % 10 == 0):
             self.link.send(Note(text=f"{verdict.reason}: skipped, the weights are as before", warning=True))
 
     def _pass_over(self, batch: Step) -> None:
@@ -342,7 +343,9 @@ class Trainer:
         indices = [int(i) for i in batch.indices]
         if not math.isfinite(loss_sum) and self.plan.devices > 1:
             indices = smoke.own_samples(batch, self.plan, self.link.rank)
-        facts = smoke.batch_facts([self.train_data[i] for i in indices[:256]])
+        facts = smoke.batch_facts([self.train_data[i] for i in indices])
+        if facts.non_finite_values:
+            indices = [i for i in indices if smoke.batch_facts(self.train_data[i]).non_finite_values]
         lr = self.base_lrs[0] * self._lr_factor()
         cause = health.likely_cause(
             facts=facts, lr=lr, precision=self.plan.precision, losses=list(self.progress.losses)

@@ -101,7 +101,7 @@ class View:
             if self._live is None:
                 self._live = Live(console=self.console, refresh_per_second=8, transient=True)
                 self._live.start()
-            self._live.update(_render(status))
+            self._live.update(_render(status, self.console.width))
             return
         now = time.monotonic()
         if now - self._last_plain_s >= self.every_s and status.step != self._last_step:
@@ -131,8 +131,14 @@ class View:
             self._live = None
 
 
-def _render(status: Status) -> Table:
+def _render(status: Status, width: int) -> Table:
     grid = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=max(1, status.total_steps), completed=status.step, width=24)
-    grid.add_row(bar, Text(line(status)))
+    text = Text(line(status), no_wrap=True, overflow="ellipsis")
+    if width - len(text) > 10:
+        grid.add_row(
+            ProgressBar(total=max(1, status.total_steps), completed=status.step, width=min(24, width - len(text) - 2)),
+            text,
+        )
+    else:
+        grid.add_row(text)
     return grid

@@ -37,7 +37,7 @@ class Reporter:
         if self._link.rank == 0 and self._records:
             memory = self._memory
             self._link.send(
-                Steps(records=tuple(self._records), memory_bytes=memory.now(), memory_limit_bytes=memory.limit)
+                Steps(records=tuple(self._records), memory_bytes=memory.peak(), memory_limit_bytes=memory.limit)
             )
         self._records.clear()
         self._sent_s = time.monotonic()

@@ -12,7 +12,7 @@ def left(project):
 def test_a_sound_job_is_proven_and_nothing_is_left(project):
     done = project.launch("task_args={samples: 200}", flags=["--trial"])
     assert done.code == 0, done.all
-    assert "trial      data: 216 samples are sound" in done.out
+    assert "trial      data: 216 samples looked at, none that stops a run" in done.out
     assert "trial      two steps: single, 1 x cpu, batch 8" in done.out
     assert "a checkpoint takes" in done.out
     assert "trial      resume: from step 2 to step 3, validation loss 0." in done.out
