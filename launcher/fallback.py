@@ -104,6 +104,8 @@ def decide(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | Gi
         return _smaller(history, ladder, rules)
     if last.cause in _LOST:
         return _again(history, ladder, rules)
+    if last.cause is Cause.DEPENDENCY and len(history) > 1:
+        return _without_what_is_missing(history, ladder, rules)
     return GiveUp(reason=f"{last.cause.value.replace('_', ' ')} would only happen again")
 
 
@@ -130,6 +132,18 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
             said = f"out of {where}{_at(last.peak_bytes)}: {difference(last.plan, plan)}"
             return Retry(plan=plan, ladder=left, reason=said)
     return GiveUp(reason=f"out of {where}, and no rung of the ladder is left that takes less", fits_nowhere=True)
+
+
+def _without_what_is_missing(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
+    """A rung that was fallen back to needs something that this machine lacks: the next one that does without it."""
+    last, before = history[-1].plan, history[-2].plan
+    offload = (last.offload_optimizer, last.offload_parameters)
+    rungs = tuple(r for r in ladder.rungs if (r.plan.offload_optimizer, r.plan.offload_parameters) != offload)
+    for plan in (rung.plan for rung in rungs):
+        if _frugality(plan) > _frugality(before) and allowed(before, plan, rules):
+            reason = f"what {last.strategy} with offload needs is missing here: {difference(before, plan)}"
+            return Retry(plan=plan, ladder=replace(ladder, rungs=rungs), reason=reason)
+    return GiveUp(reason="what the next rung needs is missing here, and no other is left")
 
 
 def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:

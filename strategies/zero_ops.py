@@ -1,6 +1,7 @@
 """The compiled parts of DeepSpeed that a plan needs: only the disk transfers, for offload to disk."""
 
 import fcntl
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,11 @@ def build(plan: Plan, *, deadline_s: float) -> None:
     """
     if not needed(plan):
         return
+    if " " in sys.prefix:
+        raise DependencyError(
+            f"DeepSpeed cannot compile its disk transfers in {sys.prefix}: its commands do not quote the space",
+            hint="use an environment whose path has no space, or keep the optimizer off the disk",
+        )
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     hint = "install g++, ninja and libaio (Debian: apt install g++ libaio-dev), or keep the optimizer in host memory"

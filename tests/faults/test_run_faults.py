@@ -148,7 +148,9 @@ def test_what_fits_nowhere_exits_3_and_says_what_would_help(project):
 def test_several_workers_out_of_memory_restart_smaller_and_lose_no_step(project, strategy):
     if strategy != "ddp":
         pytest.importorskip("deepspeed")
-    sets = [*HUNGRY, "devices.count=2", f"strategy.name={strategy}"]
+    # Disk offload, the next rung of zero3 by prediction, would first have to compile for minutes.
+    only = "fallback={allow: [micro_batch, checkpointing]}"
+    sets = [*HUNGRY, "devices.count=2", f"strategy.name={strategy}", only]
     done = project.launch(*sets, f"devices.memory={130 if strategy == 'ddp' else 240} MiB")
     assert done.code == 0, done.all
     assert "fallback" in done.out

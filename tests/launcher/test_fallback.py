@@ -131,3 +131,12 @@ def test_changes_are_named_as_the_job_file_names_them():
     assert changes(A, D) == ["strategy", "micro_batch"]
     assert changes(A, plan(activation_checkpointing=True)) == ["checkpointing"]
     assert changes(plan("zero3"), plan("zero3", offload_optimizer="disk")) == ["offload"]
+
+
+def test_a_rung_that_needs_what_is_missing_is_passed_over_in_a_fallback_only():
+    full = plan("zero3", micro=16)
+    disk, small = plan("zero3", micro=16, offload_optimizer="disk"), plan("zero3", micro=8)
+    history = [tried(full), tried(disk, Cause.DEPENDENCY)]
+    assert decide(history, ladder(disk, small), Rules()).plan == small
+    assert isinstance(decide(history[1:], ladder(disk, small), Rules()), GiveUp)
+    assert isinstance(decide(history, ladder(disk), Rules()), GiveUp)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -184,6 +185,7 @@ def test_nothing_is_left_in_the_process_after_closing(tmp_path: Path) -> None:
         assert left == {"linear": True, "environment": True, "init": True, "group": False, "hooks": 0, "files": []}
 
 
+@pytest.mark.skipif(" " in sys.prefix, reason="DeepSpeed's compiler commands do not quote a space in the path")
 @pytest.mark.timeout(900)  # compiles DeepSpeed's disk transfers where that was not done before
 @pytest.mark.parametrize("weights", ["none", "disk"])
 def test_offload_to_disk_changes_nothing_and_cleans_up(weights: str, tmp_path: Path) -> None:
