@@ -58,9 +58,10 @@ def launch(
     ] = False,
 ) -> None:
     """Train a job; on an existing run folder, continue it."""
-    from rung.launcher import remote, run
+    from rung.launcher.preload import prepare
 
-    run.prepare()
+    prepare()
+    from rung.launcher import remote, run
     from rung.launcher.job import load
     from rung.launcher.watch.progress import View
 

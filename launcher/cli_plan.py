@@ -26,9 +26,9 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show every way to train a job: predicted memory and time, what fits and why not, and which is chosen."""
-    from rung.launcher import run
+    from rung.launcher.preload import PRELOAD, prepare
 
-    run.prepare()
+    prepare()
     import sys
 
     from rung.cluster.catalog import parse_hardware
@@ -42,7 +42,7 @@ def plan(
     if measure and hardware is not None:
         raise JobError("--measure runs on the machines that are here, --hardware describes others", hint="use one")
     loaded = load(job, sets or ())
-    with View(stream=sys.stderr if as_json else None) as view, fleet_of(loaded, view, run.PRELOAD) as fleet:
+    with View(stream=sys.stderr if as_json else None) as view, fleet_of(loaded, view, PRELOAD) as fleet:
         machines = parse_hardware(read_mapping(hardware), str(hardware)) if hardware is not None else fleet.machines()
         ladder = make_ladder(fleet.planned(loaded), machines, view)
         if measure:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from rung.cluster.failures import Cause
 from rung.cluster.hardware import Hardware, probe
-from rung.cluster.local import warm
 from rung.launcher import calibrations, doctor, rollback
 from rung.launcher.attempt import Attempt, Context, Outcome
 from rung.launcher.checkpoint.lease import Lease
@@ -15,6 +14,7 @@ from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job, changes
 from rung.launcher.keeper import Keeper
 from rung.launcher.ladder import make_ladder, replan
+from rung.launcher.preload import PRELOAD
 from rung.launcher.report import show_end, show_findings, show_plan, show_start
 from rung.launcher.signals import Signals
 from rung.launcher.version import VERSION
@@ -31,9 +31,6 @@ from rung.strategies.errors import (
     WorkersFailed,
 )
 
-#: What the process that workers are forked from imports while the launcher reads the job and looks at the hardware.
-PRELOAD = ("torch", "rung.launcher.train", "torch._dynamo")  # the last is needed by every optimizer
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -41,11 +38,6 @@ class Options:
 
     dry_run: bool = False
     force: bool = False
-
-
-def prepare() -> None:
-    """Starts the process that workers are forked from. Call it as early as can be; it returns at once."""
-    warm(PRELOAD, {})
 
 
 def launch(job: Job, options: Options, view: View) -> None:
