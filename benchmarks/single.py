@@ -108,8 +108,8 @@ def calibrate(folder: Path, target_s: float, depth: int) -> int:
     """The width of a model whose step takes about `target_s` on this machine now."""
     width = 128
     while width < 8192:
-        at = once(folder, "script", width, depth, 12, (4, 10))
-        if (at[10] - at[4]) / 6 >= target_s * 0.8:
+        at = once(folder, "script", width, depth, 42, (20, 40))
+        if (at[40] - at[20]) / 20 >= target_s * 0.8:
             return width
         width = int(width * 1.5)
     return width
