@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from rung.cluster.failures import Cause, Ended
+from rung.cluster.failures import Cause, Ended, culprits
 from rung.cluster.link import Stop
 from rung.cluster.local import Message, WorkerSpec
 from rung.launcher.checkpoint.lease import Lease
@@ -275,9 +275,9 @@ class Attempt:
     def _hangs(self) -> bool:
         late = {r: b for r, b in self.workers.heartbeats().items() if b[2] > HANG_S and r not in self.finished}
         if late:
-            # Ranks that wait in a collective for a hanging one stand still too, in a later or equal step.
-            step = min(b[0] for b in late.values())
-            self._hung = {r: self.workers.stacks(r) for r, b in late.items() if b[0] == step}
+            # Ranks that wait in a collective for a hanging one stand still too; their stacks tell them apart.
+            stacks = {rank: self.workers.stacks(rank) for rank in late}
+            self._hung = {rank: stacks[rank] for rank in culprits({r: b[0] for r, b in late.items()}, stacks)}
         return bool(late)
 
     def _save_elsewhere(self, failure: RungError) -> None:

@@ -116,14 +116,14 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
         return GiveUp(reason=f"out of {where}, and the job says fallback: off", fits_nowhere=True)
     if _without_progress(history, _OUT_OF_MEMORY) > MOST_RUNGS:
         return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without a step in between", fits_nowhere=True)
-    uncorrected = [p for p in ladder.plans if _key(p) != _key(last.plan)]
-    known = {_key(p): p for p in uncorrected}
+    uncorrected = [p for p in ladder.plans if p.rung != last.plan.rung]
+    known = {p.rung: p for p in uncorrected}
     left = corrected(ladder, last.plan, last.peak_bytes or last.plan.predicted_device_peak_bytes or 0)
-    choices = [p for p in left.plans if _key(p) in known and eases(last.plan, known[_key(p)], last.cause)]
+    choices = [p for p in left.plans if p.rung in known and eases(last.plan, known[p.rung], last.cause)]
     if not choices:
         # The prediction cannot explain what was seen. After steps that went well it was one sample or a neighbour, and
         # the next smaller rung will do; at the first step only the most frugal one is left to hope for.
-        left = replace(ladder, rungs=tuple(r for r in ladder.rungs if _key(r.plan) != _key(last.plan)))
+        left = replace(ladder, rungs=tuple(r for r in ladder.rungs if r.plan.rung != last.plan.rung))
         choices = [p for p in uncorrected if _frugality(p) > _frugality(last.plan)]
         if last.step <= last.first_step:
             choices.sort(key=_frugality, reverse=True)
@@ -197,13 +197,6 @@ def changes(old: Plan, new: Plan) -> list[str]:
     if old.devices != new.devices:
         found.append("devices")
     return found
-
-
-def _key(plan: Plan) -> tuple[object, ...]:
-    return (
-        plan.strategy, plan.devices, plan.micro_batch, plan.activation_checkpointing,
-        plan.offload_optimizer, plan.offload_parameters,
-    )  # fmt: skip
 
 
 def eases(old: Plan, new: Plan, cause: Cause) -> bool:

@@ -109,7 +109,7 @@ def corrected(ladder: Ladder, plan: Plan, observed_peak_bytes: int) -> Ladder:
     What was not foreseen is put down to activations, since weights and optimizer are known exactly: every prediction's
     activations are raised in the proportion seen, and what then does not stay below the observed peak is rejected.
     """
-    tried = next((rung for rung in ladder.rungs if _same(rung.plan, plan)), None)
+    tried = next((rung for rung in ladder.rungs if rung.plan.rung == plan.rung), None)
     predicted = plan.predicted_device_peak_bytes or 0
     excess = max(0, observed_peak_bytes - predicted) if predicted else 0
     own = _activation_bytes(tried)
@@ -117,7 +117,7 @@ def corrected(ladder: Ladder, plan: Plan, observed_peak_bytes: int) -> Ladder:
     rejected: list[Rejected] = []
     for rung in ladder.rungs:
         peak = rung.plan.predicted_device_peak_bytes
-        if _same(rung.plan, plan):
+        if rung.plan.rung == plan.rung:
             rejected.append(Rejected(plan=rung.plan, reason="ran out of memory"))
             continue
         needs = None if peak is None else peak + (excess * _activation_bytes(rung) // own if own else excess)
@@ -144,11 +144,6 @@ def with_threads(ladder: Ladder, most: int) -> Ladder:
 def gib(size: float) -> str:
     """Bytes as people read them: `9.1 GiB`, `310 MiB`."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
-
-
-def _same(one: Plan, other: Plan) -> bool:
-    keys = ("strategy", "devices", "micro_batch", "activation_checkpointing", "offload_optimizer", "offload_parameters")
-    return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
 # --- the question --------------------------------------------------------------------------------------------------

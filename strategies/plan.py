@@ -55,6 +55,14 @@ class Plan:
         return cut(self.global_batch, self).slots
 
     @property
+    def rung(self) -> tuple[object, ...]:
+        """What tells one rung of a ladder from another: everything chosen, nothing predicted or explained."""
+        return (
+            self.strategy, self.devices, self.micro_batch, self.activation_checkpointing,
+            self.offload_optimizer, self.offload_parameters,
+        )  # fmt: skip
+
+    @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage: 0 for single and ddp."""
         return int(self.strategy[-1]) if self.strategy.startswith("zero") else 0
