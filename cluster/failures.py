@@ -7,11 +7,9 @@ kills, a memory cap) come first; words are read only where nothing else tells.
 import pickle
 import re
 import signal
-import traceback
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 
 from rung.strategies.errors import (
     DataError,
@@ -25,6 +23,7 @@ from rung.strategies.errors import (
 )
 from rung.strategies.oom import OomKind, chain, oom_kind, oom_kind_of_text
 from rung.strategies.plan import DeviceType
+from rung.strategies.tracebacks import user_traceback
 
 
 class Cause(str, Enum):
@@ -165,23 +164,14 @@ _WAITING = re.compile(
 def waits_for_peers(stacks: str) -> bool:
     """Whether the main thread of these faulthandler stacks stands in a collective, or where one is waited for (the
     backward pass of DDP communicates inside the autograd engine)."""
-    blocks = [block for block in re.split(r"\n\s*\n", stacks) if "hread 0x" in block]
-    main = blocks[-1] if blocks else ""  # the interpreter lists its newest thread first
-    frames = [line for line in main.splitlines() if line.lstrip().startswith("File ")]
+    frames = [line for line in main_thread(stacks).splitlines() if line.lstrip().startswith("File ")]
     return any(_WAITING.search(line) for line in frames[:3])
 
 
-def user_traceback(error: BaseException) -> str:
-    """The traceback as its owner wants to read it: from the first frame outside of rung on, chain included."""
-    first = error.__traceback__
-    while first is not None and _is_ours(first):
-        first = first.tb_next
-    lines = traceback.TracebackException(type(error), error, first or error.__traceback__, compact=True).format()
-    return "".join(lines).rstrip()
-
-
-def _is_ours(frame: TracebackType) -> bool:
-    return str(frame.tb_frame.f_globals.get("__name__", "")).startswith("rung.")
+def main_thread(stacks: str) -> str:
+    """Of the stacks that faulthandler writes, that of the main thread: the interpreter lists its newest one first."""
+    blocks = [block for block in re.split(r"\n\s*\n", stacks) if "hread 0x" in block]
+    return blocks[-1].strip("\n") if blocks else ""
 
 
 def _travels(error: RungError) -> bool:

@@ -9,14 +9,14 @@ from rung.launcher.job_types import shown
 from rung.launcher.job_values import Job
 from rung.launcher.nearest import did_you_mean
 from rung.launcher.optimizers import make_optimizer
-from rung.launcher.user_code import reraise, user_code, user_traceback
+from rung.launcher.user_code import reraise, user_code
 from rung.launcher.user_import import import_object
 from rung.strategies.errors import JobError, TaskError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MapDataset", "TaskAdapter", "load_task", "make_optimizer", "user_code", "user_traceback"]
+__all__ = ["MapDataset", "TaskAdapter", "load_task", "make_optimizer", "user_code"]
 
 _REQUIRED = ("model", "dataset", "loss")
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rung.launcher.nearest import did_you_mean
-from rung.launcher.user_code import is_users_file, user_code
+from rung.launcher.user_code import user_code
 from rung.strategies.errors import JobError
+from rung.strategies.tracebacks import is_users_file
 
 # Modules that were imported for a job, by the folder they came from. A process may load several jobs, each with its
 # own task.py; the later must not be given the earlier's.

@@ -16,8 +16,9 @@ from rung.launcher.job import Job, Optimizer, Schedule
 from rung.launcher.job_types import OPTIMIZERS
 from rung.launcher.optimizers import torch_optimizers
 from rung.launcher.schedule import schedule_factor
-from rung.launcher.task import TaskAdapter, load_task, make_optimizer, user_code, user_traceback
+from rung.launcher.task import TaskAdapter, load_task, make_optimizer, user_code
 from rung.strategies.errors import JobError, TaskError
+from rung.strategies.tracebacks import user_traceback
 
 TASK = """
 import torch
