@@ -37,6 +37,8 @@ SYNONYMS = {
     "gradient_checkpointing": "checkpointing",
     "activation_checkpointing": "checkpointing",
     "save_total_limit": "keep",
+    "sync_bn": "sync_batchnorm",
+    "sync_batch_norm": "sync_batchnorm",
 }
 
 

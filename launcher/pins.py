@@ -24,6 +24,7 @@ class Pins:
     offload_parameters: Offload | None = None
     precision: Precision | None = None
     memory_cap_bytes: int | None = None
+    sync_batchnorm: bool = False
     kind: DeviceType | None = None
 
 
@@ -33,7 +34,8 @@ def pins_of(job: Any) -> Pins:
     if isinstance(wanted, str):
         wanted = {"name": wanted}
     elif not isinstance(wanted, Mapping):
-        names = ("name", "micro_batch", "checkpointing", "offload_optimizer", "offload_parameters", "devices")
+        names = ("name", "micro_batch", "checkpointing", "offload_optimizer", "offload_parameters", "devices",
+                 "sync_batchnorm")  # fmt: skip
         wanted = {name: getattr(wanted, name, None) for name in names}
     count = _unless_auto(job.devices.count)
     least, most = count if isinstance(count, tuple | list) else (count, count)
@@ -49,6 +51,7 @@ def pins_of(job: Any) -> Pins:
         offload_parameters=_unless_auto(wanted.get("offload_parameters")),
         precision=_unless_auto(job.precision),
         memory_cap_bytes=_unless_auto(job.devices.memory),
+        sync_batchnorm=bool(wanted.get("sync_batchnorm")),
         kind=_unless_auto(getattr(job.devices, "type", None)),
     )
 

@@ -200,6 +200,7 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
                             offload_optimizer=optimizer,
                             offload_parameters=parameters,
                             memory_cap_bytes=pins.memory_cap_bytes,
+                            sync_batchnorm=pins.sync_batchnorm,
                             threads=choice.threads,
                         ),
                         choice,

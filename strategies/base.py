@@ -21,7 +21,7 @@ class Strategy(ABC):
 
     1. `build`: once. The model is made, placed and wrapped, the optimizer made over it.
     2. `intervals("load")`, fill them, `restored()`: when resuming or starting from given weights.
-    3. for each micro-batch: `with micro(last=...)`: forward, then `backward(loss)` inside it.
+    3. for each micro-batch: `with micro(last=..., empty=...)`: forward, then `backward(loss)` inside it.
     4. `step(clip)`: once per global batch. Then 3 again.
     5. `intervals("save")`: at any step boundary.
     6. `full_parameters()`: at any step boundary, on all ranks together.
@@ -51,8 +51,9 @@ class Strategy(ABC):
         optimizer. Every rank ends with the same weights: those of rank 0."""
 
     @abstractmethod
-    def micro(self, *, last: bool) -> AbstractContextManager[None]:
-        """Surrounds the forward and backward of one micro-batch: autocast, and gradients stay local unless `last`."""
+    def micro(self, *, last: bool, empty: bool = False) -> AbstractContextManager[None]:
+        """Surrounds the forward and backward of one micro-batch: autocast, and gradients stay local unless `last`.
+        `empty`: it is a filler of weight zero, whose samples count in no batch statistics."""
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from rung.strategies import batchnorm
 from rung.strategies.collectives import DEADLINE_S, Collectives, naming_peers
 from rung.strategies.plan import Plan
 from rung.strategies.single import SingleStrategy
@@ -25,8 +26,8 @@ class DdpStrategy(SingleStrategy):
     weight outside `forward`, as under `single`; a forward pass costs nothing extra; and a micro-batch that is not the
     last is left local by not telling.
 
-    Buffers are each rank's own (BatchNorm without sync: statistics of the samples it saw); rank 0's are saved. A
-    SyncBatchNorm that the model brings works; none is forced on it.
+    Buffers are each rank's own (BatchNorm without sync: statistics of the samples it saw); rank 0's are saved. What
+    `plan.sync_batchnorm` and a SyncBatchNorm that the model brings do is in `batchnorm.py`.
     """
 
     def __init__(self, plan: Plan, rank: int, store: "Store | None" = None, *, deadline_s: float = DEADLINE_S) -> None:
@@ -35,20 +36,23 @@ class DdpStrategy(SingleStrategy):
             torch.cuda.set_device(self.device)
         self._deadline_s = deadline_s
         self._last = True
+        self._sharing = batchnorm.Peers(rank=rank, world=plan.devices, deadline_s=deadline_s)
         self._reduced: list[torch.nn.Parameter] = []
         self._unused: set[torch.nn.Parameter] = set()
         self._wrapper: DistributedDataParallel | None = None
         self.collectives = Collectives.form(plan, rank, store, deadline_s=deadline_s)
 
     def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        if self.plan.devices > 1:
+            batchnorm.adapt(module, self._sharing, together=self.plan.sync_batchnorm)
         if self.plan.devices > 1 and any(p.requires_grad for p in module.parameters()):
             self._reduced = [p for p in module.parameters() if p.requires_grad]
-            with self._peers("while the replicas were made equal"):
+            with self._peers("while the replicas were made equal"), batchnorm.unrecognised(module):
                 self._wrapper = _prepare(module, self.plan, self.rank, self.device)
         return module
 
-    def micro(self, *, last: bool) -> AbstractContextManager[None]:
-        self._last = last
+    def micro(self, *, last: bool, empty: bool = False) -> AbstractContextManager[None]:
+        self._last, self._sharing.empty = last, empty
         return super().micro(last=last)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -20,8 +20,9 @@ class Plan:
     """One rung of the ladder.
 
     `micro_batch` is the most samples in one forward pass on one device. `shares` gives the samples that each rank
-    takes of a full global batch (their sum is `global_batch`); empty means as equal as can be. All sizes are in
-    bytes. `reasons` maps a field's name to why it has its value.
+    takes of a full global batch (their sum is `global_batch`); empty means as equal as can be. `sync_batchnorm`: batch
+    norms take their statistics over the micro-batches of all devices. All sizes are in bytes. `reasons` maps a
+    field's name to why it has its value.
     """
 
     strategy: StrategyName
@@ -33,6 +34,7 @@ class Plan:
     activation_checkpointing: bool = False
     offload_optimizer: Offload = "none"
     offload_parameters: Offload = "none"
+    sync_batchnorm: bool = False
     shares: tuple[int, ...] = ()
     memory_cap_bytes: int | None = None
     threads: int = 1
@@ -77,6 +79,8 @@ class Plan:
         ]
         if self.activation_checkpointing:
             parts.append("activation checkpointing")
+        if self.sync_batchnorm and self.devices > 1:
+            parts.append("batch norms synchronised")
         for what, where in (("optimizer", self.offload_optimizer), ("parameters", self.offload_parameters)):
             if where != "none":
                 parts.append(f"{what} on {where}")

@@ -51,7 +51,7 @@ class SingleStrategy(Strategy):
     def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         return module
 
-    def micro(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: ARG002  (nothing to synchronise)
+    def micro(self, *, last: bool, empty: bool = False) -> AbstractContextManager[None]:  # noqa: ARG002  (no peers)
         return self._amp.autocast() if self._amp.enabled else _NOTHING
 
     def backward(self, loss: torch.Tensor) -> None:

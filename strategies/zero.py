@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rung.strategies import checkpointing, zero_disk, zero_ops, zero_runtime
+from rung.strategies import batchnorm, checkpointing, zero_disk, zero_ops, zero_runtime
 from rung.strategies.base import MakeModel, MakeOptimizer, Purpose, Strategy
 from rung.strategies.collectives import DEADLINE_S, Collectives, device_of, naming_peers
 from rung.strategies.errors import JobError
@@ -56,6 +56,7 @@ class ZeroStrategy(Strategy):
         self._amp = Amp(plan.precision, plan.device)
         self._deadline_s = deadline_s
         self._folder = folder
+        self._sharing = batchnorm.Peers(rank=rank, world=plan.devices, deadline_s=deadline_s)
         self._undo = contextlib.ExitStack()
         self.collectives = Collectives.form(plan, rank, store, deadline_s=deadline_s)
 
@@ -70,6 +71,8 @@ class ZeroStrategy(Strategy):
         self._refuse(refusals(module, self.plan))
         if self.plan.activation_checkpointing:
             checkpointing.enable(module)
+        if self.plan.devices > 1:
+            batchnorm.adapt(module, self._sharing, together=self.plan.sync_batchnorm)
         with whole_shapes():
             optimizer = make_optimizer(module)
         self._refuse(refusals(module, self.plan, optimizer))
@@ -118,7 +121,8 @@ class ZeroStrategy(Strategy):
         return built[0]
 
     @contextlib.contextmanager
-    def micro(self, *, last: bool) -> Iterator[None]:
+    def micro(self, *, last: bool, empty: bool = False) -> Iterator[None]:
+        self._sharing.empty = empty
         self._engine.set_gradient_accumulation_boundary(last)
         with self._amp.autocast():
             yield

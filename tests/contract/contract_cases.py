@@ -186,7 +186,7 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training. `counts` are the sizes of successive global batches, repeated; `freeze` names a prefix;
-    `poisoned` is a step in which one sample is NaN."""
+    `poisoned` is a step in which one sample is NaN; `synchronised` are batch norms that share their statistics."""
 
     name: str
     model: type[nn.Module] = Mlp
@@ -201,6 +201,7 @@ class Case:
     precision: str = "fp32"
     shares: dict[int, tuple[int, ...]] = field(default_factory=dict)
     checkpointed: bool = False
+    synchronised: bool = False
     poisoned: int | None = None
     double: bool = False
     steps: int = STEPS
@@ -240,6 +241,7 @@ MOVING = Case(
 MOVES_AFTER = 6
 
 REPLICATED = ("single", "ddp")
+_IDLE = {2: (12, 0), 3: (8, 0, 4), 4: (5, 0, 0, 7)}
 _UNEVEN = {1: (12,), 2: (9, 3), 3: (2, 6, 4), 4: (1, 5, 0, 6)}
 
 CASES = [
@@ -253,6 +255,9 @@ CASES = [
     Case(name="frozen", freeze="body.0", micro_batch=3, optimizer=sgd, clip=0.5),
     Case(name="parameter groups", optimizer=two_groups, micro_batch=4),
     Case(name="batch norm", model=Normed, micro_batch=3, global_batch=24, counts=(24,)),
+    Case(name="batch norm, a rank without samples", model=Normed, shares=_IDLE),
+    Case(name="batch norm, synchronised", model=Normed, synchronised=True, counts=(12, 7), shares=_UNEVEN),
+    Case(name="batch norm, synchronised, empty slots", model=Normed, synchronised=True, micro_batch=4, counts=(12, 3)),
     Case(name="unused parameters", model=Branching, micro_batch=2, clip=0.5, only=REPLICATED),
     Case(name="unused parameters, momentum", model=Branching, optimizer=sgd, only=REPLICATED),
     Case(name="unused parameters, alike on all ranks", model=BranchingAlike, micro_batch=2),

@@ -60,6 +60,7 @@ def plan_of(case: Case, strategy: str, world: int) -> Plan:
         precision=case.precision,  # type: ignore[arg-type]
         activation_checkpointing=case.checkpointed,
         shares=case.shares.get(world, ()),
+        sync_batchnorm=case.synchronised,
     )
 
 
@@ -78,7 +79,7 @@ def train(strategy: Strategy, case: Case, steps: range) -> tuple[list[float], li
         for slot, (start, stop) in enumerate(slices):
             micro = part(batch, start, stop) if stop > start else part(batch, 0, 1)
             weight = case.weight(micro) if stop > start else 0.0
-            with strategy.micro(last=slot == len(slices) - 1):
+            with strategy.micro(last=slot == len(slices) - 1, empty=stop == start):
                 loss = case.loss(strategy.model, micro)
                 strategy.backward(loss * (weight * plan.devices / global_weight))
             if weight:
@@ -93,7 +94,8 @@ def reference(
 ) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
     """The same training in plain torch, float64, one process, whole global batches: losses, norms, final state.
 
-    Only batch norm looks at how a batch is cut; its slices are run one by one, with statistics for each rank.
+    Only batch norm looks at how a batch is cut; its slices are run one by one, with statistics for each rank, or
+    those of all ranks as one where it is synchronised.
     `overflowed` are steps that fp16 dropped to find its loss scale; they are dropped here too.
     """
     model = case.make_model().double()
@@ -104,11 +106,10 @@ def reference(
         batch = case.data(step)
         total = case.weight(batch)
         loss_sum = 0.0
-        for rank, slices in enumerate(cut(len(batch[0]), plan).slices if case.model is Normed else [[(0, None)]]):
+        for rank, micros in enumerate(seen_at_once(case, plan, batch)):
             for name, buffer in model.named_buffers():
                 buffer.copy_(ranks[rank][name])
-            for start, stop in slices:
-                micro = part(batch, start, stop)
+            for micro in micros:
                 loss = case.loss(model, micro) * (case.weight(micro) / total)
                 loss.backward()
                 loss_sum += loss.item()
@@ -127,6 +128,20 @@ def reference(
         buffer.copy_(ranks[0][name])
     state = {name: tensor.detach().numpy() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return losses, norms, state
+
+
+def seen_at_once(case: Case, plan: Plan, batch: Batch) -> list[list[Batch]]:
+    """For each set of statistics, the micro-batches that it sees one after the other."""
+    if case.model is not Normed:
+        return [[batch]]
+    ranks = [
+        [part(batch, start, stop) for start, stop in slices if stop > start]
+        for slices in cut(len(batch[0]), plan).slices
+    ]
+    if not case.synchronised:
+        return ranks
+    slots = zip(*cut(len(batch[0]), plan).slices, strict=True)
+    return [[tuple(torch.cat([t[start:stop] for start, stop in slot]) for t in batch) for slot in slots]]
 
 
 def fill(strategy: Strategy, source: dict[str, np.ndarray]) -> None:

@@ -77,6 +77,13 @@ def test_zero_comes_when_ddp_does_not_fit_and_the_reason_says_by_how_much():
     assert all(entry.short_bytes > 0 for entry in refused)
 
 
+def test_synchronised_batch_norms_are_part_of_every_plan_of_the_job():
+    for wanted in (False, True):
+        plans = plan_ladder(make_job(sync_batchnorm=wanted), machines(), SMALL).plans
+        assert {plan.sync_batchnorm for plan in plans} == {wanted}
+        assert any("synchronised" in plan.describe() for plan in plans) == wanted
+
+
 def test_rungs_are_in_order_of_time_within_a_strategy_and_all_fit():
     ladder = plan_ladder(make_job(), machines(link="nvlink4"), LARGE)
     for rung in ladder.rungs:

@@ -204,3 +204,74 @@ def test_gradients_stay_local_until_the_last_micro_batch() -> None:
     for splits in ("2", "4"):
         for name, value in results["1"][0].items():
             assert np.allclose(value, results[splits][0][name], atol=1e-6), name
+
+
+class Synchronised(nn.Module):
+    """Brings its own SyncBatchNorm, which torch runs on GPUs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(3, momentum=None)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.norm(images)
+
+
+def images() -> torch.Tensor:
+    # A mean that is large beside the spread: sums of squares would cancel.
+    return torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(3)) + 1e3
+
+
+def synchronised(rank: int, store: Any) -> Any:
+    strategy = DdpStrategy(plan(2), rank, store)
+    strategy.build(Synchronised, adamw)
+    mine = images()[:1] if rank == 0 else images()[1:]  # unequal parts
+    mine.requires_grad_()
+    with strategy.micro(last=True):
+        out = strategy.model(mine)
+        strategy.backward((out * out.detach().exp()).sum())
+    with strategy.micro(last=False, empty=rank == 1):  # the second batch is rank 0's alone
+        strategy.model(images() * 2)
+    half = strategy.model((images() - 1e3).bfloat16()).dtype
+    strategy.model.eval()
+    with torch.no_grad():
+        evaluated = strategy.model(images()) if rank == 1 else None  # evaluation waits for nobody
+    result = out.detach().numpy(), mine.grad.numpy(), numbers(strategy.model), str(half)
+    strategy.close()
+    return result, evaluated is not None
+
+
+def test_a_models_own_sync_batch_norm_works_on_a_cpu_and_sees_all_samples_as_one_batch() -> None:
+    whole, reference = images().double().requires_grad_(), nn.BatchNorm2d(3, momentum=None).double()
+    expected = reference(whole)
+    (expected * expected.detach().exp()).sum().backward()
+    reference(images().double() * 2)
+    reference((images() - 1e3).repeat(2, 1, 1, 1).double())
+    (((out0, grad0, state0, half), _), ((out1, grad1, state1, _), alone)) = run_group(2, {"sync": synchronised})["sync"]
+    assert np.allclose(np.concatenate([out0, out1]), expected.detach(), atol=1e-3)
+    assert np.allclose(np.concatenate([grad0, grad1]), whole.grad, atol=1e-3)
+    assert half == "torch.bfloat16"
+    assert alone
+    assert state0["norm.num_batches_tracked"] == 3
+    for name in ("norm.running_mean", "norm.running_var"):
+        assert np.array_equal(state0[name], state1[name])
+        assert np.allclose(state0[name], reference.state_dict()[name.removeprefix("norm.")], rtol=1e-2)
+
+
+def one_value(rank: int, store: Any) -> Any:
+    strategy = DdpStrategy(plan(2), rank, store)
+    strategy.build(Net, adamw)
+    try:
+        with strategy.micro(last=True, empty=rank == 1):
+            strategy.model.norm(torch.ones(1, 4))
+    except ValueError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return "fine"
+
+
+def test_one_value_a_channel_is_refused_as_torch_does_but_a_filler_passes() -> None:
+    refused, passed = run_group(2, {"one value": one_value})["one value"]
+    assert refused.startswith("Expected more than 1 value per channel")
+    assert passed == "fine"
