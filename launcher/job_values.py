@@ -83,8 +83,8 @@ class Devices(_Section):
     """A hard cap for each device: "8 GiB", bytes, or auto."""
     type: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """Which kind of device."""
-    balance: bool = False
-    """Whether devices whose measured speeds differ by more than a tenth get unequal shares of each batch."""
+    balance: Literal["auto"] | bool = "auto"
+    """Whether devices get shares of each batch by their measured speed: auto (where they differ in kind), on, off."""
 
 
 class Checkpoint(_Section):

@@ -119,6 +119,7 @@ class Trainer:
         plan, rank = self.plan, self.link.rank
         group = self.link.store(GROUP_S) if plan.devices > 1 else None
         self.strategy = make_strategy(plan, rank, group, scratch=lambda: scratch_folder(self.job))
+        self.balancer.meet()
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.reporter = Reporter(self.link, self.memory)
         seed_everything(self.job.seed, 0, 0)  # the same weights on every rank and under every strategy
@@ -227,7 +228,8 @@ class Trainer:
             self.going_back = True
             return
         with self.rescuer.changing():
-            norm = self.strategy.step(self.job.clip, healthy=math.isfinite(loss) and weight > 0)
+            with self.balancer.timing(update=True):
+                norm = self.strategy.step(self.job.clip, healthy=math.isfinite(loss) and weight > 0)
             verdict = health.judge(
                 step=self.progress.step + 1, loss=loss, norm=norm, rules=self.rules,
                 skipped_in_a_row=self.progress.skipped, precision=self.plan.precision,
@@ -244,8 +246,7 @@ class Trainer:
                 exchange_s=exchange_s,
             )
         )  # fmt: skip
-        if batch.count == self.plan.global_batch:
-            self.balancer.after_step()
+        self.balancer.after_step(full=batch.count == self.plan.global_batch)
 
     def _gradients(self, batch: Step, began: float) -> tuple[float, float, float]:
         """Accumulates the gradient of the weighted mean loss over the whole global batch.
@@ -273,6 +274,7 @@ class Trainer:
                 with self.balancer.timing():
                     loss = task.loss(strategy.model, on_device)
                 factor = weight * scale
+                self.balancer.follow(loss)
                 strategy.backward(loss if factor == 1.0 else loss * factor)
             if weight:
                 loss_sum = loss_sum + loss.detach() * weight
@@ -283,13 +285,15 @@ class Trainer:
         return float(loss_sum), total, data_s
 
     def _agree(self, loss_sum: float) -> float:
-        """The one small all-reduce of a step: the summed loss, whether any rank was told to stop, and whether rank 0's
-        clock calls for a save."""
+        """The one small all-reduce of a step: the summed loss, whether any rank was told to stop, whether rank 0's
+        clock calls for a save, and how long each rank computed."""
         every = self.job.checkpoint.every
         clock = every is not None and every.unit == "minutes" and self.link.rank == 0
         timed = clock and cadence.due(every, step=0, per_epoch=1, minutes_since_last=self.saving.minutes_since_last)
         loss: float
-        loss, stop, save = self.strategy.collectives.agree([loss_sum, float(self._told_to_stop()), float(timed)])
+        told = [loss_sum, float(self._told_to_stop()), float(timed), *self.balancer.tell()]
+        loss, stop, save, *seconds = self.strategy.collectives.agree(told)
+        self.balancer.hear(seconds)
         if stop and not self.stop_reason:
             self.stop_reason = "a peer was told to stop"
         self._save_now = save > 0

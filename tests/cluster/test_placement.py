@@ -1,11 +1,10 @@
-"""Where workers go and what share of a batch they get: pure decisions."""
+"""Where workers go: pure decisions."""
 
 import random
 import time
 
 import pytest
 
-from rung.cluster import balance
 from rung.cluster.placement import Machine, Spot, place
 from rung.strategies.errors import JobError
 
@@ -66,58 +65,3 @@ def test_a_thousand_machines_are_placed_in_no_time_and_no_device_twice(count):
     assert time.perf_counter() - began < 5.0
     taken = [(take.machine, i) for take in chosen.takes for i in take.indices]
     assert len(taken) == len(set(taken)) == count
-
-
-def settle(batch, samples_per_s, fixed_s=0.0, noise=0.0, stretches=12, seed=0):
-    """Plays stretches of steps on devices of these speeds; returns every balance on the way."""
-    rng = random.Random(seed)
-    found = [balance.equal(batch, len(samples_per_s))]
-    for _ in range(stretches):
-        times = [
-            (share / speed + fixed_s) * (1 + rng.uniform(-noise, noise))
-            for share, speed in zip(found[-1].shares, samples_per_s, strict=True)
-        ]
-        found.append(balance.judge(found[-1], times))
-    return found
-
-
-def test_three_devices_of_speeds_1_2_4_get_shares_1_2_4():
-    found = settle(70, [10.0, 20.0, 40.0])
-    assert found[-1].shares == (10, 20, 40)
-    assert "rank 0 is the slowest" in found[2].reason
-    assert found[2].shares == (10, 20, 40)  # two stretches of 5 steps
-
-
-def test_fixed_costs_of_a_step_do_not_keep_it_from_settling_near_equal_times():
-    found = settle(128, [40.0, 80.0], fixed_s=0.3)
-    times = [share / speed + 0.3 for share, speed in zip(found[-1].shares, [40.0, 80.0], strict=True)]
-    assert max(times) / min(times) < 1.15
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_below_the_threshold_never_moves_a_sample(seed):
-    found = settle(64, [20.0, 20.0, 20.0, 20.0], noise=0.04, stretches=60, seed=seed)
-    assert {b.shares for b in found} == {(16, 16, 16, 16)}
-
-
-def test_one_bad_stretch_changes_nothing():
-    before = balance.equal(8, 2)
-    hit = balance.judge(before, [0.1, 0.5])
-    assert hit.shares == (4, 4)
-    assert balance.judge(balance.judge(hit, [0.1, 0.1]), [0.1, 0.5]).shares == (4, 4)
-    assert balance.judge(hit, [0.1, 0.5]).shares == (7, 1)
-
-
-def test_no_share_leaps_by_more_than_three_times_at_once():
-    before = balance.equal(200, 2)
-    assert balance.judge(balance.judge(before, [0.01, 1.0]), [0.01, 1.0]).shares == (171, 29)
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_parts_sum_to_the_whole_and_nobody_is_left_without(seed):
-    rng = random.Random(seed)
-    weights = [rng.uniform(0.01, 5.0) for _ in range(rng.randrange(1, 12))]
-    total = rng.randrange(len(weights), 500)
-    parts = balance.proportional(total, weights)
-    assert sum(parts) == total
-    assert min(parts) >= 1
