@@ -4,12 +4,12 @@ Each seed is one run that is killed 20 times and launched again after each; its 
 that nobody disturbed, and at no moment may its newest checkpoint be damaged or older than it was.
 """
 
-import os
 import random
 import re
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -44,7 +44,7 @@ class Killed:
 
     def folders(self):
         top = self.project.folder / "run/checkpoints"
-        return set(os.listdir(top)) if top.exists() else set()
+        return {path.name for path in top.iterdir()} if top.exists() else set()
 
     def launch(self):
         """Starts the run again, after seeing that what the kill left can be used."""
@@ -81,10 +81,8 @@ class Killed:
         victims = {"all": [launcher, *family], "launcher": [launcher], "one": family and [self.rng.choice(family)]}[how]
         self.rng.shuffle(victims)
         for each in victims:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 each.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
         if victims:
             self.done[how] += 1
 
@@ -112,8 +110,7 @@ def test_killed_around_saving_a_run_ends_with_the_same_bits(project, seed):
             if run.process.poll() is None and rng.random() < 0.5:
                 time.sleep(0.2)  # or not: then the next launch meets workers that have not noticed yet
         if run.process.poll() is None:
-            run.process.wait(100)
-            last, _ = run.process.communicate()
+            run.process.communicate(timeout=100)
         if run.process.returncode != 0:
             done = project.launch(*sets, env=ONE_THREAD)
             assert done.code == 0, done.all
