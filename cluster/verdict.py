@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rung.cluster.failures import Cause, Ended, Facts, cause_of, first_failure
+from rung.cluster.failures import Cause, Ended, Facts, cause_of, first_failure, main_thread, waits_for_peers
 from rung.cluster.memory_trace import Sample
 
 _TRACEBACK_LINES = 24
 _LOG_LINES = 14
 _TRACE_LINES = 5
+_MOST_STACKS = 3
+_OURS = [Path(__file__).parents[1] / package for package in ("launcher", "cluster", "strategies")]
 _BOTTOM = re.compile(r"cluster/worker\.py\", line \d+ in run_worker$")
 
 
@@ -34,13 +36,15 @@ def verdict(ends: Sequence[Ended], facts: Facts, *, memory: Sequence[Sample] = (
     if first is None:
         return None
     cause = cause_of(first, facts) or Cause.LOST_WORKER
-    line = f"rank {first.rank} {_what(first, facts)}"
+    line = f"{_who(first, facts)} {_what(first, facts)}"
     parts = [f"{line}, at {time.strftime('%H:%M:%S', time.localtime(first.began))}"]
     meaning = _meaning(first, facts)
     if meaning:
         parts.append(f"  {meaning}")
     if first.rank in facts.hung:
-        parts.append(_block("its Python stacks", facts.hung[first.rank], _TRACEBACK_LINES))
+        shown = sorted(facts.hung)[:_MOST_STACKS]
+        lines = _TRACEBACK_LINES // len(shown)
+        parts += [_stack(rank, facts.hung[rank], lines) for rank in shown]
     elif first.failure is not None and first.failure.traceback:
         parts.append(_block("its traceback", first.failure.traceback, _TRACEBACK_LINES))
     else:
@@ -126,6 +130,14 @@ def _first(ends: list[Ended], facts: Facts) -> Ended | None:
     return first
 
 
+def _who(first: Ended, facts: Facts) -> str:
+    """The rank, or all ranks that hang together."""
+    if first.rank not in facts.hung or len(facts.hung) == 1:
+        return f"rank {first.rank}"
+    *some, last = sorted(facts.hung)
+    return f"ranks {', '.join(map(str, some))} and {last}"
+
+
 def _what(end: Ended, facts: Facts) -> str:
     if end.rank in facts.hung:
         return "hung"
@@ -141,7 +153,14 @@ def _what(end: Ended, facts: Facts) -> str:
 
 def _meaning(end: Ended, facts: Facts) -> str:
     if end.rank in facts.hung:
-        return "its heartbeat stood still; the other ranks wait for it"
+        if len(facts.hung) == 1:
+            return "its heartbeat stood still; it did not arrive where the other ranks wait for it"
+        if all(waits_for_peers(stacks) for stacks in facts.hung.values()):
+            return (
+                "all stand in collectives that do not belong together: one rank makes a call that others skip, "
+                "such as a barrier under `if rank == 0`"
+            )
+        return "their heartbeats stood still; they did not arrive where the other ranks wait for them"
     if end.failure is not None:
         hint = end.failure.error.hint if end.failure.error is not None else ""
         return f"→ {hint}" if hint else ""
@@ -154,6 +173,15 @@ def _block(title: str, text: str, lines: int) -> str:
     kept = text.splitlines()
     cut = [f"... {len(kept) - lines} lines more in the log ..."] if len(kept) > lines else []
     return f"  {title}:\n" + "\n".join(f"    {line}" for line in [*cut, *kept[-lines:]])
+
+
+def _stack(rank: int, stacks: str, lines: int) -> str:
+    """Where the main thread stands, its newest calls; the other threads serve rung and torch."""
+    kept = (main_thread(stacks) or stacks).splitlines()
+    while len(kept) > 2 and any(f'"{folder}/' in kept[-1] for folder in _OURS):
+        kept.pop()  # how rung came to call the task
+    cut = [f"... and {len(kept) - lines} more"] if len(kept) > lines else []
+    return f"  Python stack of rank {rank}:\n" + "\n".join(f"    {line}" for line in [*kept[:lines], *cut])
 
 
 def _memory(samples: Sequence[Sample]) -> str:

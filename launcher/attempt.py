@@ -52,8 +52,8 @@ POLL_S = 0.2
 START_S = 300.0
 #: How long survivors of a failure may take to say where they stand, and to write their state.
 ANSWER_S, WRITE_S = 15.0, 240.0
-#: A rank whose heartbeat stands still this long, while it should be stepping, hangs.
-HANG_S = 600.0
+#: How long workers that have finished may take to go away, in seconds.
+END_S = 10.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,6 +112,7 @@ class Attempt:
         self._asked_to_stop = False
         self._storage_error: RungError | None = None
         self._hung: dict[int, str] = {}
+        self._finished_s = 0.0
 
     def run(self) -> Outcome:
         """Starts the workers, serves them until all have ended, and says how."""
@@ -140,7 +141,7 @@ class Attempt:
                 if self._failed():
                     self._rescue()
                     break
-                if self._out_of_patience():
+                if self._out_of_patience() or self._lingers():
                     break
                 self._move_if_changed()
             self._close()
@@ -273,12 +274,21 @@ class Attempt:
         return gone or any(p.failing for p in self.positions.values()) or self._hangs()
 
     def _hangs(self) -> bool:
-        late = {r: b for r, b in self.workers.heartbeats().items() if b[2] > HANG_S and r not in self.finished}
+        silent_s = self.job.hang_s
+        late = {r: b for r, b in self.workers.heartbeats().items() if b[2] > silent_s and r not in self.finished}
         if late:
             # Ranks that wait in a collective for a hanging one stand still too; their stacks tell them apart.
             stacks = {rank: self.workers.stacks(rank) for rank in late}
             self._hung = {rank: stacks[rank] for rank in culprits({r: b[0] for r, b in late.items()}, stacks)}
+            for rank, text in stacks.items():
+                (self.folder.logs(self.number) / f"rank-{rank}.stacks").write_text(text)
         return bool(late)
+
+    def _lingers(self) -> bool:
+        """All is done, but a worker does not go away: a thread of the task's may never end."""
+        if len(self.finished) < self.plan.devices:
+            self._finished_s = time.monotonic()
+        return time.monotonic() - self._finished_s > END_S
 
     def _save_elsewhere(self, failure: RungError) -> None:
         """The run's store fails for good: the state goes to a folder on another disk, and the error names it."""

@@ -74,6 +74,8 @@ class StrategyPins(_Section):
     """Where the weights live, if not on the device."""
     devices: Positive | None = None
     """How many devices take part."""
+    sync_batchnorm: bool = False
+    """Batch norms take their statistics over the micro-batches of all devices, not of each by itself."""
 
 
 class Devices(_Section):
@@ -184,6 +186,8 @@ class Job(_Section):
     """Seconds between progress lines in a log."""
     grace_s: Annotated[float, Field(ge=0)] = 30.0
     """Seconds that a stop may take to save."""
+    hang_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without a sign of progress after which a worker counts as hung and the group is restarted."""
     seed: Natural = 0
 
     _source: Path = PrivateAttr(default=Path("job.yaml"))

@@ -1,6 +1,7 @@
 """One run from start to end. Read `launch` from top to bottom."""
 
 import signal
+import textwrap
 import time
 from dataclasses import dataclass
 
@@ -158,6 +159,8 @@ def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:
     )
     view = context.view
     view.say(f"failed     {outcome.headline or outcome.cause.value}", style="yellow")
+    if outcome.cause is Cause.HUNG:  # it goes on, but whoever wrote what hangs wants to see where
+        view.say(textwrap.indent(outcome.explanation, " " * 11), style="yellow")
     view.say(f"fallback   {decision.reason}; {lost}", style="yellow")
     context.folder.event("fallback", step=kept, reason=decision.reason, plan=decision.plan.describe(),
                          explanation=outcome.explanation)  # fmt: skip

@@ -21,6 +21,8 @@ from rung.strategies.state import aliases, shapes
 
 #: Threads that a save starts: one that saves, and its writers.
 SAVER_THREADS = 6
+#: How long a save may hold up a worker before its silence counts as a hang, in seconds.
+SLOW_SAVE_S = 3600.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -116,14 +118,16 @@ class Saving:
         step = self._progress.step
         if self._saved_step == step:
             return
+        waited_s = self._let_end()
         # The copy lies in host memory; on a CPU device only the accounting tells it from the device's.
         with beyond_memory_cap(threads=SAVER_THREADS if self._first else 0):
             blocked = self._saver.snapshot(step, self._strategy.intervals("save"), self._meta(lr_factor))
         self._first = False
-        self._blocked_s[step] = blocked.waited_s + blocked.copied_s
+        waited_s += blocked.waited_s
+        self._blocked_s[step] = waited_s + blocked.copied_s
         self._saved_s, self._saved_step = time.monotonic(), step
-        if blocked.waited_s > 1.0:
-            said = f"rank {self._link.rank} waited {blocked.waited_s:.1f} s for the save before: the store is slow"
+        if waited_s > 1.0:
+            said = f"rank {self._link.rank} waited {waited_s:.1f} s for the save before: the store is slow"
             self._link.send(Note(text=said, warning=True))
 
     def rescue(self, whole: bool, elsewhere: str | None, lr_factor: float) -> None:
@@ -145,7 +149,15 @@ class Saving:
 
     def wait(self) -> None:
         """Until the last save is durable. Raises what it failed with."""
+        self._let_end()
         self._saver.wait()
+
+    def _let_end(self) -> float:
+        """Waits for the save under way, with a heartbeat: a slow store is no hang. Returns for how many seconds."""
+        began = time.monotonic()
+        while not self._saver.wait(1.0) and time.monotonic() - began < SLOW_SAVE_S:
+            self._link.beat(self._progress.step, "saving")
+        return time.monotonic() - began
 
     def close(self) -> None:
         """Never raises."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rung.cluster.link import Link, Stop
+from rung.cluster.link import Link, Stop, beyond_memory_cap
 from rung.launcher import cadence, shrink, smoke
 from rung.launcher.balancing import Balancer
 from rung.launcher.data.loader import Loader, Step, auto_workers
@@ -67,9 +67,10 @@ class Trainer:
     def run(self) -> None:
         """The whole of it. Data is prepared before the process group forms, since others would wait for it."""
         torch.set_num_threads(self.plan.threads)
-        self.task = load_task(self.job)
-        self.train_data: Any = self.task.dataset("train")
-        self.valid_data = self.task.dataset("valid")
+        with beyond_memory_cap():  # what the task's module imports and its data are not the device's memory
+            self.task = load_task(self.job)
+            self.train_data: Any = self.task.dataset("train")
+            self.valid_data = self.task.dataset("valid")
         self._count_steps()
         self.balancer = Balancer(self)
         self._build()
@@ -118,7 +119,11 @@ class Trainer:
     def _build(self) -> None:
         plan, rank = self.plan, self.link.rank
         group = self.link.store(GROUP_S) if plan.devices > 1 else None
-        self.strategy = make_strategy(plan, rank, group, scratch=lambda: scratch_folder(self.job))
+        # The heartbeat is to find who hangs before those who wait for it lose patience.
+        deadline_s = max(GROUP_S, self.job.hang_s + 60.0)
+        self.strategy = make_strategy(
+            plan, rank, group, scratch=lambda: scratch_folder(self.job), deadline_s=deadline_s
+        )  # fmt: skip
         self.balancer.meet()
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.reporter = Reporter(self.link, self.memory)
@@ -151,6 +156,7 @@ class Trainer:
         check_learning_rate(manifest, self.total_steps, self._lr_factor())
 
     def _try_ten(self) -> None:
+        self.reporter.enter(self.progress.step, "first samples")
         count = min(smoke.TEN, self.order.length)
         first = [int(i) for i in self.order.indices(self.progress.epoch, 0, count)]
         smoke.try_ten(self.task, self.strategy, self.train_data, first, self.to_device)
@@ -270,7 +276,7 @@ class Trainer:
         for slot in range(batch.slots):
             weight = own[slot] if own is not None else (0.0 if micro.filler else float(len(micro.indices)))
             on_device = self.to_device(micro.batch)
-            with strategy.micro(last=slot == batch.slots - 1):
+            with strategy.micro(last=slot == batch.slots - 1, empty=micro.filler):
                 with self.balancer.timing():
                     loss = task.loss(strategy.model, on_device)
                 factor = weight * scale
@@ -382,7 +388,8 @@ class Trainer:
     # ---------------------------------------------------------------- small things
 
     def to_device(self, batch: Any) -> Any:
-        """The batch on this worker's device."""
+        """The batch on this worker's device. Every micro-batch comes by here, so the heart beats with it."""
+        self.reporter.beat()
         return batch if self.strategy.device.type == "cpu" else move(batch, self.strategy.device)
 
     def _close(self) -> None:

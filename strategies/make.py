@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rung.strategies.base import Strategy
+from rung.strategies.collectives import DEADLINE_S
 from rung.strategies.plan import Plan
 
 if TYPE_CHECKING:
@@ -12,10 +13,12 @@ if TYPE_CHECKING:
 
 
 def make_strategy(
-    plan: Plan, rank: int, store: "Store | None", *, scratch: Callable[[], Path] | None = None
-) -> Strategy:
+    plan: Plan, rank: int, store: "Store | None", *, scratch: Callable[[], Path] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> Strategy:  # fmt: skip
     """The strategy of `plan` for worker `rank`; `store` is where the workers meet (None where there is only one).
-    `scratch` names a local folder for what a plan offloads to disk; it is called only for such a plan.
+    `scratch` names a local folder for what a plan offloads to disk; it is called only for such a plan. `deadline_s` is
+    how long a collective may wait for a peer.
 
     With several workers this forms their process group, so it blocks until all have called it. Raises WorkersFailed
     if one does not come in time.
@@ -28,9 +31,10 @@ def make_strategy(
         case "ddp":
             from rung.strategies.ddp import DdpStrategy
 
-            return DdpStrategy(plan, rank, store)
+            return DdpStrategy(plan, rank, store, deadline_s=deadline_s)
         case "zero1" | "zero2" | "zero3":
             from rung.strategies.zero import ZeroStrategy
 
             to_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)
-            return ZeroStrategy(plan, rank, store, folder=scratch() if to_disk and scratch is not None else None)
+            folder = scratch() if to_disk and scratch is not None else None
+            return ZeroStrategy(plan, rank, store, folder=folder, deadline_s=deadline_s)

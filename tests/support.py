@@ -88,8 +88,15 @@ class Small:
             os.kill(os.getpid(), signal.SIGTERM)
         if self.fail[2] == "exit":
             os._exit(7)
+        if self.fail[2] == "hang":
+            self.sleep_forever()
+        if self.fail[2] == "barrier":
+            torch.distributed.barrier()  # the others do not come to it
         if self.fail[2] == "memory":
             hoard = [torch.ones(1 << 26) for _ in range(10_000)]
+
+    def sleep_forever(self):
+        time.sleep(3600)
 '''
 
 JOB = """\

@@ -17,20 +17,27 @@ class Reporter:
         self._link, self._memory = link, memory
         self._records: list[StepRecord] = []
         self._sent_s = 0.0
+        self._at = (0, "starting")
 
     def add(self, record: StepRecord) -> None:
         """One completed step. Costs a few microseconds, but when it is time to send."""
         self._records.append(record)
-        self._link.beat(record.step, "training")
+        self._at = (record.step, "training")
+        self.beat()
         if time.monotonic() - self._sent_s >= REPORT_S:
             self.flush()
 
     def enter(self, step: int, phase: str) -> None:
         """Another phase begins (`validating`, `saving`): what is known so far is shown first."""
-        self._link.beat(step, phase)
+        self._at = (step, phase)
+        self.beat()
         if phase == "saving":
             self._memory.settle()
         self.flush()
+
+    def beat(self) -> None:
+        """This rank is getting on, within the step and phase that it is in."""
+        self._link.beat(*self._at)
 
     def flush(self) -> None:
         """Sends what has not been sent."""

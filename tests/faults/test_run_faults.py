@@ -195,6 +195,59 @@ def test_a_job_that_always_loses_a_worker_ends_with_exit_5(project):
     assert done.out.count("restart") == 3
 
 
+HANGS = ["devices.count=2", "steps=12", "schedule=constant", "hang_s=3"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.soak)])
+def test_a_rank_that_hangs_is_found_named_with_its_stack_and_started_again(project, strategy):
+    sets = [*HANGS, f"strategy.name={strategy}"]
+    assert project.launch(*sets, "run=whole").code == 0
+    began = time.monotonic()
+    done = project.launch(*sets, "task_args={fail: [1, 8, hang]}")
+    seconds = time.monotonic() - began
+    assert done.code == 0, done.all
+    assert "failed     rank 1 hung" in done.out
+    assert "Python stack of rank 1" in done.out
+    assert "in sleep_forever" in done.out
+    assert "restart 1 of 3" in done.out
+    assert "no step is lost (step " in done.out, "the one that sleeps has its state too, and a thread to write it"
+    assert seconds < 60
+    assert "sleep_forever" in (project.folder / "run/logs/attempt-001/rank-1.stacks").read_text()
+    assert "torch/distributed" in (project.folder / "run/logs/attempt-001/rank-0.stacks").read_text()
+    assert same_bits(project.weights("whole"), project.weights()) == []
+
+
+def test_ranks_that_make_other_collectives_than_their_peers_are_all_named(project):
+    done = project.launch(*HANGS, "strategy.name=ddp", "task_args={fail: [0, 8, barrier]}")
+    assert done.code == 0, done.all
+    assert "failed     ranks 0 and 1 hung" in done.out
+    assert "do not belong together" in done.out
+    assert "Python stack of rank 0" in done.out
+    assert "Python stack of rank 1" in done.out
+    assert "restart 1 of 3" in done.out
+
+
+@pytest.mark.soak
+def test_a_hang_before_the_first_step_is_found_and_a_job_that_always_hangs_ends_with_exit_5(project):
+    task = (project.folder / "task.py").read_text()
+    (project.folder / "task.py").write_text(task.replace('os.path.exists("failed-once")', "False"))
+    done = project.launch("hang_s=1.5", "strategy.name=single", "task_args={fail: [0, 1, hang]}", timeout=110)
+    assert done.code == 5, done.all
+    assert "a worker hung 4 times without a step in between" in done.all
+    assert "in sleep_forever" in done.err
+
+
+@pytest.mark.soak
+def test_a_thread_of_the_task_that_never_ends_does_not_hold_up_a_run_that_is_done(project):
+    task = (project.folder / "task.py").read_text()
+    endless = "import threading\nthreading.Thread(target=time.sleep, args=(3600,)).start()\n"
+    (project.folder / "task.py").write_text(task.replace("class Small:", endless + "\n\nclass Small:"))
+    began = time.monotonic()
+    done = project.launch("data.workers=0", timeout=110)
+    assert done.code == 0, done.all
+    assert time.monotonic() - began < 90
+
+
 def test_nothing_is_left_of_a_run_that_failed(project):
     before = set(Path("/dev/shm").glob("torch*"))
     process = project.start("task_args={nan_after: 4}", "devices.count=2")

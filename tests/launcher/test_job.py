@@ -364,7 +364,7 @@ def test_changes_say_what_may_change_and_why(tmp_path: Path) -> None:
     allowed = [
         "epochs=4", "checkpoint.keep=1", "devices.count=2", "strategy=ddp", "data.workers=2", "guard.first_steps=3",
         "validation.every=none", "cluster.address=auto", "fallback=off", "log_every_s=1", "grace_s=1", "run=moved",
-        "precision=bf16",
+        "precision=bf16", "hang_s=60",
     ]  # fmt: skip
     refused = [
         "batch=32", "seed=1", "task=a:B", "task_args.context=64", "optimizer.lr=1e-3", "schedule.warmup=0.1", "clip=2",
