@@ -145,12 +145,17 @@ def _cores(root: Path, allowed: frozenset[int]) -> int:
         if cpu in seen:
             continue
         cores += 1
-        try:
-            file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-            seen |= parse_cpu_list(file.read_text())
-        except (OSError, ValueError):  # sandboxes and some ARM kernels have no topology: each CPU is then a core
-            seen.add(cpu)
+        seen |= siblings(cpu, root)
     return cores
+
+
+def siblings(cpu: int, root: Path = ROOT) -> frozenset[int]:
+    """The CPUs that are threads of the same core as `cpu`, itself included."""
+    try:
+        file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+        return parse_cpu_list(file.read_text()) | {cpu}
+    except (OSError, ValueError):  # sandboxes and some ARM kernels have no topology: each CPU is then a core
+        return frozenset({cpu})
 
 
 def _numa(root: Path, allowed: frozenset[int]) -> tuple[NumaNode, ...]:

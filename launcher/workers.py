@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rung.cluster.binding import Slice, describe, slices
 from rung.cluster.catalog import LINKS, Inventory, Node, parse_link
 from rung.cluster.gpus import Device
 from rung.cluster.group import Group
 from rung.cluster.hardware import Hardware, probe
+from rung.cluster.host import read_host
 from rung.cluster.inventory import NodeReport, Survey, kind_of, machines_of, sharing
 from rung.cluster.local import Workers, WorkerSpec
 from rung.cluster.placement import place
@@ -58,7 +60,7 @@ class Fleet(Protocol):
 def fleet_of(job: Job, view: View, preload: Sequence[str]) -> Iterator[Fleet]:
     """The machines of `cluster.address`."""
     if job.cluster.address == "none":
-        yield Here(job)
+        yield Here(job, view)
         return
     from rung.cluster.ray_train import RayCluster
 
@@ -72,8 +74,8 @@ class Here:
 
     elastic = False
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, view: View) -> None:
+        self._job, self._view = job, view
 
     def machines(self) -> Hardware:
         """What the probe finds."""
@@ -91,14 +93,30 @@ class Here:
         return ""
 
     def start(self, entry: str, specs: Sequence[WorkerSpec], *, device: DeviceType, deadline_s: float) -> Group:
-        """Forks them. Each is shown one GPU only, by its UUID: an index can mean another one in another process."""
+        """Forks them. Each is shown one GPU only, by its UUID: an index can mean another one in another process. On a
+        machine with several NUMA nodes each stays on one of them."""
+        chosen: list[Device] = []
         if device == "cuda":
-            chosen = freest(probe(folder=self._job.folder).of("cuda"), len(specs))
+            hardware = probe(folder=self._job.folder)
+            host, chosen = hardware.host, freest(hardware.of("cuda"), len(specs))
             specs = [
                 replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": gpu.uuid})
                 for spec, gpu in zip(specs, chosen, strict=False)
             ]
+        else:
+            host, _ = read_host()
+        if found := slices(len(specs), host, chosen):
+            self._view.say(f"binding    {describe(found)}")
+            specs = bound(specs, found)
         return Workers.start(entry, specs, deadline_s=deadline_s)
+
+
+def bound(specs: Sequence[WorkerSpec], found: Sequence[Slice]) -> list[WorkerSpec]:
+    """The workers, each on its slice and with no more threads than that has cores."""
+    return [
+        replace(spec, cpus=own.cpus, threads=max(1, min(spec.threads, own.cores)))
+        for spec, own in zip(specs, found, strict=True)
+    ]
 
 
 def freest(gpus: Sequence[Device], count: int) -> list[Device]:
