@@ -116,22 +116,35 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
         return GiveUp(reason=f"out of {where}, and the job says fallback: off", fits_nowhere=True)
     if _without_progress(history, _OUT_OF_MEMORY) > MOST_RUNGS:
         return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without a step in between", fits_nowhere=True)
-    uncorrected = [p for p in ladder.plans if p.rung != last.plan.rung]
-    known = {p.rung: p for p in uncorrected}
+    known = {p.rung: p for p in ladder.plans}
     left = corrected(ladder, last.plan, last.peak_bytes or last.plan.predicted_device_peak_bytes or 0)
     choices = [p for p in left.plans if p.rung in known and eases(last.plan, known[p.rung], last.cause)]
     if not choices:
-        # The prediction cannot explain what was seen. After steps that went well it was one sample or a neighbour, and
-        # the next smaller rung will do; at the first step only the most frugal one is left to hope for.
-        left = replace(ladder, rungs=tuple(r for r in ladder.rungs if r.plan.rung != last.plan.rung))
-        choices = [p for p in uncorrected if _frugality(p) > _frugality(last.plan)]
-        if last.step <= last.first_step:
-            choices.sort(key=_frugality, reverse=True)
+        left, choices = _hopes(history, ladder, left)
     for plan in choices:
         if allowed(last.plan, plan, rules):
             said = f"out of {where}{_at(last.peak_bytes)}: {difference(last.plan, plan)}"
             return Retry(plan=plan, ladder=left, reason=said)
     return GiveUp(reason=f"out of {where}, and no rung of the ladder is left that takes less", fits_nowhere=True)
+
+
+def _hopes(history: Sequence[Tried], ladder: Ladder, left: Ladder) -> tuple[Ladder, list[Plan]]:
+    """The prediction cannot explain what was seen: what is left of the ladder then, and its plans in the order in which
+    they are to be tried.
+
+    After steps that went well it was one sample or a neighbour, and the next smaller rung will do. At the first step
+    the one that needs least by what was seen comes first; so does, in the end, what only hope speaks for.
+    """
+    last = history[-1]
+    tried = {t.plan.rung for t in history if t.cause in _OUT_OF_MEMORY}
+    untried = [r for r in (*ladder.rungs, *ladder.hopes) if r.plan.rung not in tried]
+    smaller = [r.plan for r in ladder.rungs if r in untried and _frugality(r.plan) > _frugality(last.plan)]
+    if last.step > last.first_step and smaller:
+        return replace(ladder, rungs=tuple(r for r in ladder.rungs if r.plan.rung != last.plan.rung)), smaller
+    easier = [r for r in untried if eases(last.plan, r.plan, last.cause)]
+    needs = {r.plan.rung: r.plan.predicted_device_peak_bytes or 0 for r in (*left.rungs, *left.hopes)}
+    easier.sort(key=lambda r: (needs.get(r.plan.rung, 0), *_thrift(r.plan)))
+    return replace(ladder, rungs=tuple(easier), hopes=()), [r.plan for r in easier]
 
 
 def _without_what_is_missing(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
@@ -214,6 +227,11 @@ def _frugality(plan: Plan) -> tuple[int, int, bool, int]:
     """More of it takes less memory: what the ladder without a profile is ordered by."""
     offloads = sum(("none", "host", "disk").index(w) for w in (plan.offload_optimizer, plan.offload_parameters))
     return offloads, plan.zero_stage, plan.activation_checkpointing, -plan.micro_batch
+
+
+def _thrift(plan: Plan) -> tuple[int, ...]:
+    """The most frugal first."""
+    return tuple(-int(part) for part in _frugality(plan))
 
 
 def difference(old: Plan, new: Plan) -> str:

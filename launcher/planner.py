@@ -54,10 +54,13 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ladder:
-    """`rungs` fit, fastest first. `plans` are their plans. `notes` say what the choice rests on."""
+    """`rungs` fit, fastest first. `plans` are their plans. `notes` say what the choice rests on. `hopes` are over the
+    limit, or fitted no longer when the prediction was corrected, by less than predictions err: for when no rung is
+    left."""
 
     rungs: tuple[Rung, ...]
     rejected: tuple[Rejected, ...] = ()
+    hopes: tuple[Rung, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -91,43 +94,66 @@ def plan_ladder(job: Any, hardware: Any, profile: Profile | None = None, *, fact
     query = _query(job, inventory_of(hardware), profile, factors or Factors())
     rungs: list[Rung] = []
     rejected: list[Rejected] = []
+    hopes: list[Rung] = []
     for plan, choice in _candidates(query):
         verdict = _judge(query, plan, choice)
         (rungs if isinstance(verdict, Rung) else rejected).append(verdict)  # type: ignore[arg-type]
-    if not rungs:
+        if isinstance(verdict, Rejected) and _narrowly(verdict):
+            again = _judge(query, plan, choice, sure=False)
+            hopes += [again] if isinstance(again, Rung) else []
+    hopes.sort(key=_predicted)
+    if not rungs and not hopes:
         raise _nothing_fits(query, rejected)
+    if not rungs:
+        why = "no plan is sure to fit; this one is the nearest to it"
+        best = replace(hopes[0], plan=hopes[0].plan.with_(reasons={**hopes[0].plan.reasons, "strategy": why}))
+        return Ladder(rungs=(best, *hopes[1:]), rejected=tuple(rejected), notes=_notes(query))
     ample = {rung.plan.devices for rung in rungs if rung.plan.strategy == "ddp"}
     rungs.sort(key=lambda rung: _order(query, rung, ample))
     rejected.sort(key=lambda entry: (_SIMPLEST[entry.plan.strategy], entry.short_bytes))
     rungs[0] = replace(rungs[0], plan=_explained(query, rungs))
-    return Ladder(rungs=tuple(rungs), rejected=tuple(rejected), notes=_notes(query))
+    return Ladder(rungs=tuple(rungs), rejected=tuple(rejected), hopes=tuple(hopes), notes=_notes(query))
 
 
 def corrected(ladder: Ladder, plan: Plan, observed_peak_bytes: int) -> Ladder:
     """The ladder after `plan` ran out of memory at `observed_peak_bytes` on a device (at least that much it needed).
 
-    What was not foreseen is put down to activations, since weights and optimizer are known exactly: every prediction's
-    activations are raised in the proportion seen, and what then does not stay below the observed peak is rejected.
+    What was not foreseen is put down to activations, since weights and optimizer are known exactly: every prediction
+    is raised in proportion to its activations or, where that is less (buckets count as activations, and do not shrink
+    with it), to its micro-batch. What then does not stay below the observed peak is rejected, and kept as a hope.
     """
     tried = next((rung for rung in ladder.rungs if rung.plan.rung == plan.rung), None)
     predicted = plan.predicted_device_peak_bytes or 0
     excess = max(0, observed_peak_bytes - predicted) if predicted else 0
-    own = _activation_bytes(tried)
     rungs: list[Rung] = []
     rejected: list[Rejected] = []
+    hopes = [rung for rung in ladder.hopes if rung.plan.rung != plan.rung]
     for rung in ladder.rungs:
         peak = rung.plan.predicted_device_peak_bytes
         if rung.plan.rung == plan.rung:
-            rejected.append(Rejected(plan=rung.plan, reason="ran out of memory"))
+            rejected.append(Rejected(plan=rung.plan, reason="ran out of memory", account=rung.account))
             continue
-        needs = None if peak is None else peak + (excess * _activation_bytes(rung) // own if own else excess)
+        needs = None if peak is None else peak + int(excess * _part(rung, tried, plan))
         if needs is None or needs < observed_peak_bytes:
             again = rung.plan if needs is None else rung.plan.with_(predicted_device_peak_bytes=needs)
             rungs.append(replace(rung, plan=again))
         else:
             reason = f"needs {gib(needs)} by what was seen; {plan.strategy} failed at {gib(observed_peak_bytes)}"
             rejected.append(Rejected(plan=rung.plan, reason=reason, account=rung.account))
-    return Ladder(rungs=tuple(rungs), rejected=(*ladder.rejected, *rejected), notes=ladder.notes)
+            hopes.append(replace(rung, plan=rung.plan.with_(predicted_device_peak_bytes=needs)))
+    hopes.sort(key=_predicted)
+    return replace(ladder, rungs=tuple(rungs), rejected=(*ladder.rejected, *rejected), hopes=tuple(hopes))
+
+
+def _part(rung: Rung, tried: Rung | None, plan: Plan) -> float:
+    """How much of what `plan` needed beyond its prediction another rung is taken to need."""
+    own = _activation_bytes(tried)
+    by_bytes = _activation_bytes(rung) / own if own else 1.0
+    return min(by_bytes, rung.plan.micro_batch / plan.micro_batch)
+
+
+def _predicted(rung: Rung) -> int:
+    return rung.plan.predicted_device_peak_bytes or 0
 
 
 def _activation_bytes(rung: Rung | None) -> int:
@@ -137,8 +163,11 @@ def _activation_bytes(rung: Rung | None) -> int:
 
 def with_threads(ladder: Ladder, most: int) -> Ladder:
     """The ladder with at most so many threads for each worker."""
-    rungs = (replace(r, plan=r.plan.with_(threads=max(1, min(r.plan.threads, most)))) for r in ladder.rungs)
-    return replace(ladder, rungs=tuple(rungs))
+    rungs, hopes = (
+        tuple(replace(r, plan=r.plan.with_(threads=max(1, min(r.plan.threads, most)))) for r in some)
+        for some in (ladder.rungs, ladder.hopes)
+    )
+    return replace(ladder, rungs=rungs, hopes=hopes)
 
 
 def gib(size: float) -> str:
@@ -248,13 +277,20 @@ def _senseless(query: _Query, plan: Plan) -> str:
     return "nothing trains: every parameter is frozen" if frozen else ""
 
 
-def _judge(query: _Query, plan: Plan, choice: Choice) -> Rung | Rejected:
+def _narrowly(rejected: Rejected) -> bool:
+    """Whether it is short by less than the prediction may be wrong."""
+    account = rejected.account
+    return account is not None and rejected.short_bytes <= 2 * account.error * account.device_peak_bytes
+
+
+def _judge(query: _Query, plan: Plan, choice: Choice, *, sure: bool = True) -> Rung | Rejected:
+    """Whether a plan fits: surely, or else (`sure=False`) if the prediction errs to the good side."""
     if reason := _senseless(query, plan):
         return Rejected(plan=plan, reason=f"{plan.strategy}: {reason}")
     if query.profile is None:
         return Rung(plan=plan.with_(reasons=_reasons(query, plan, None)))
     account = predict(query.profile, plan, query.factors)
-    needed = account.device_bytes_with_headroom
+    needed = account.device_bytes_with_headroom if sure else int(account.device_peak_bytes * (1 - account.error))
     there = choice.device_bytes(plan.memory_cap_bytes)
     if needed > there:
         reason = f"{plan.strategy}: needs {gib(needed)} of {gib(there)}"

@@ -58,10 +58,43 @@ def test_after_good_steps_what_no_prediction_explains_takes_the_next_smaller_run
     assert found.plan.micro_batch == 8
 
 
-def test_at_the_first_step_what_no_prediction_explains_takes_the_most_frugal_rung():
+def test_at_the_first_step_what_no_prediction_explains_takes_the_rung_that_needs_least():
+    kinds = [plan(s, peak=p) for s, p in (("ddp", 100), ("zero1", 70), ("zero2", 60), ("zero3", 80))]
+    found = decide([tried(kinds[0], peak=50)], ladder(*kinds), Rules())
+    assert found.plan.strategy == "zero2", "by prediction, not by its place among the kinds"
+
+
+def test_what_was_not_foreseen_is_taken_to_shrink_with_the_micro_batch():
     small = [plan(micro=m, peak=100) for m in (16, 8, 4, 1)]
-    found = decide([tried(small[0], peak=10**9)], ladder(*small), Rules())
-    assert found.plan.micro_batch == 1
+    history, left, now = [], ladder(*small), small[0]
+    for micro in (8, 4, 1):
+        history.append(tried(now, peak=10**9))
+        found = decide(history, left, Rules())
+        assert found.plan.micro_batch == micro
+        left, now = found.ladder, found.plan
+    end = decide([*history, tried(now, peak=10**9)], left, Rules())
+    assert isinstance(end, GiveUp)
+    assert end.fits_nowhere
+
+
+def test_a_rung_that_a_correction_took_away_is_tried_before_giving_up():
+    # A failed at 4 with 8 foreseen, so B (5) was passed over for C (3); C fails too, and D (3.5) is not surely worse.
+    D = plan("zero2", micro=4, peak=int(2.9 * GIB))
+    first = decide([tried(A, peak=4 * GIB)], ladder(A, B, C, D), Rules())
+    history = [tried(A, peak=4 * GIB), tried(first.plan, peak=4 * GIB)]
+    second = decide(history, first.ladder, Rules())
+    assert (first.plan.rung, second.plan.rung) == (C.rung, D.rung)
+    end = decide([*history, tried(second.plan, peak=4 * GIB)], second.ladder, Rules())
+    assert isinstance(end, GiveUp), "B needs more than what failed by any account"
+
+
+def test_plans_that_may_just_fit_are_hopes_when_no_rung_is_left():
+    unsure = plan("zero3", micro=1, peak=2 * GIB)
+    known = Ladder(rungs=(Rung(plan=A),), hopes=(Rung(plan=unsure),))
+    found = decide([tried(A, peak=4 * GIB)], known, Rules())
+    assert found.plan == unsure
+    history = [tried(A, peak=4 * GIB), tried(unsure, peak=4 * GIB)]
+    assert isinstance(decide(history, found.ladder, Rules()), GiveUp)
 
 
 def test_without_predictions_a_more_frugal_plan_is_taken():
