@@ -27,7 +27,8 @@ _LOST = (Cause.LOST_WORKER, Cause.HUNG)
 class Tried:
     """One attempt that failed: where it began, how far it got, and why it ended.
 
-    `peak_bytes` is the most memory that a device was seen to hold, 0 if nobody saw.
+    `peak_bytes` is the most memory that a device was seen to hold, 0 if nobody saw. `pressed`: what other programs hold
+    of the devices' memory, in words, if that is why the plan did not fit.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class Tried:
     first_step: int
     step: int
     peak_bytes: int = 0
+    pressed: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +118,9 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
         return GiveUp(reason=f"out of {where}, and the job says fallback: off", fits_nowhere=True)
     if _without_progress(history, _OUT_OF_MEMORY) > MOST_RUNGS:
         return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without a step in between", fits_nowhere=True)
+    if last.pressed and not any(t.pressed and t.plan.rung == last.plan.rung for t in history[:-1]):
+        # Others may be gone in a minute; whoever starts the workers waits for that.
+        return Retry(plan=last.plan, ladder=ladder, reason=f"out of {where}, but not by itself: {last.pressed}")
     known = {p.rung: p for p in ladder.plans}
     left = corrected(ladder, last.plan, last.peak_bytes or last.plan.predicted_device_peak_bytes or 0)
     choices = [p for p in left.plans if p.rung in known and eases(last.plan, known[p.rung], last.cause)]

@@ -149,6 +149,7 @@ def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:
     tried = Tried(
         plan=outcome.plan, cause=outcome.cause, first_step=outcome.first_step, step=outcome.step,
         peak_bytes=outcome.peak_bytes,
+        pressed=context.fleet.pressed(outcome.plan) if outcome.cause is Cause.DEVICE_OOM else "",
     )  # fmt: skip
     decision = outcome.decision or recovery.decide(tried)
     if isinstance(decision, GiveUp):

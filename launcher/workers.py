@@ -20,11 +20,12 @@ from rung.cluster.local import Workers, WorkerSpec
 from rung.cluster.placement import place
 from rung.launcher.job import Job
 from rung.launcher.machines import inventory_of
+from rung.launcher.planner import gib
 from rung.launcher.storage import Store
 from rung.launcher.watch.progress import View
 from rung.strategies.errors import DependencyError, JobError, ObjectMissing, WorkersFailed
 from rung.strategies.findings import Level
-from rung.strategies.plan import DeviceType
+from rung.strategies.plan import DeviceType, Plan
 
 #: How long nodes may take to answer: at first, with their runtime environment to be set up, and later.
 FIRST_LOOK_S, LOOK_S = 120.0, 30.0
@@ -32,6 +33,8 @@ FIRST_LOOK_S, LOOK_S = 120.0, 30.0
 WATCH_S, STEADY_S = 3.0, 6.0
 #: How long a run waits for nodes to come back when fewer than its least are left.
 RETURN_S = 120.0
+#: How long memory of a GPU may take to come free before workers are started on it.
+FREE_S = 120.0
 
 
 class Fleet(Protocol):
@@ -51,6 +54,9 @@ class Fleet(Protocol):
 
     def changed(self) -> str:
         """Why workers should save and be started anew elsewhere; "" if they need not."""
+
+    def pressed(self, plan: Plan) -> str:
+        """Whose memory other programs hold, so that a plan fails for want of it that fits otherwise; "" if nobody's."""
 
     def start(self, entry: str, specs: Sequence[WorkerSpec], *, device: DeviceType, deadline_s: float) -> Group:
         """Starts workers."""
@@ -97,8 +103,8 @@ class Here:
         machine with several NUMA nodes each stays on one of them."""
         chosen: list[Device] = []
         if device == "cuda":
-            hardware = probe(folder=self._job.folder)
-            host, chosen = hardware.host, freest(hardware.of("cuda"), len(specs))
+            hardware, chosen = self._roomy(specs)
+            host = hardware.host
             specs = [
                 replace(spec, env={**spec.env, "CUDA_VISIBLE_DEVICES": gpu.uuid})
                 for spec, gpu in zip(specs, chosen, strict=False)
@@ -109,6 +115,43 @@ class Here:
             self._view.say(f"binding    {describe(found)}")
             specs = bound(specs, found)
         return Workers.start(entry, specs, deadline_s=deadline_s)
+
+    def pressed(self, plan: Plan) -> str:
+        """The GPUs that have less free, with no worker of ours on them, than the plan needs."""
+        if plan.device != "cuda":
+            return ""
+        gpus = freest(probe(folder=self._job.folder).of("cuda"), plan.devices)
+        return crowded(gpus, plan.predicted_device_peak_bytes or 0)
+
+    def _roomy(self, specs: Sequence[WorkerSpec]) -> tuple[Hardware, list[Device]]:
+        """The machine and its freest GPUs, once their memory is free: that of workers that have just ended comes back
+        late, and what another program holds may be gone in a minute. Not waited for longer than FREE_S."""
+        plan = getattr(specs[0].payload, "plan", None)
+        needed = (plan.predicted_device_peak_bytes or 0) if isinstance(plan, Plan) else 0
+        until, told = time.monotonic() + FREE_S, False
+        while True:
+            hardware = probe(folder=self._job.folder)
+            chosen = freest(hardware.of("cuda"), len(specs))
+            short = crowded(chosen, needed)
+            if not short or time.monotonic() > until:
+                return hardware, chosen
+            if not told:
+                self._view.say(f"waiting    {short}; at most {FREE_S:g} s for that to come free", style="yellow")
+            told = True
+            time.sleep(1.0)
+
+
+def crowded(gpus: Sequence[Device], needed_bytes: int) -> str:
+    """Which of these GPUs have less free than is needed, though they are large enough, and who holds the rest; "" if
+    none."""
+    words = []
+    for gpu in gpus:
+        if gpu.free_bytes >= min(needed_bytes, gpu.total_bytes * 9 // 10):
+            continue
+        holders = ", ".join(p.name or str(p.pid) for p in gpu.processes[:3])
+        by = f" ({holders} {'holds' if len(gpu.processes) == 1 else 'hold'} the rest)" if holders else ""
+        words.append(f"GPU {gpu.index} has {gib(gpu.free_bytes)} free of {gib(needed_bytes)} needed{by}")
+    return "; ".join(words)
 
 
 def bound(specs: Sequence[WorkerSpec], found: Sequence[Slice]) -> list[WorkerSpec]:
@@ -245,6 +288,10 @@ class OnRay:
         if not came or now - watch.since_s < STEADY_S or self._count >= min(self._range[1], self._job.batch):
             return ""
         return f"{len(came)} more {'node has' if len(came) == 1 else 'nodes have'} come"
+
+    def pressed(self, plan: Plan) -> str:  # noqa: ARG002 - whatever the plan
+        """Ray gives a GPU to one user at a time."""
+        return ""
 
     def start(self, entry: str, specs: Sequence[WorkerSpec], *, device: DeviceType, deadline_s: float) -> Group:
         """Places them, has the cluster reserve room, and starts them."""

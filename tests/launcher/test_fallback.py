@@ -103,6 +103,14 @@ def test_without_predictions_a_more_frugal_plan_is_taken():
     assert decide([tried(small)], ladder(big, small, zero), Rules()).plan == zero
 
 
+def test_memory_that_another_program_holds_is_waited_for_once_before_the_plan_is_changed():
+    pressed = Tried(plan=A, cause=Cause.DEVICE_OOM, first_step=0, step=7, peak_bytes=4 * GIB, pressed="python holds 4")
+    found = decide([pressed], ladder(A, B, C), Rules())
+    assert (found.plan, found.ladder) == (A, ladder(A, B, C))
+    assert "python holds 4" in found.reason
+    assert decide([pressed, pressed], ladder(A, B, C), Rules()).plan.micro_batch < A.micro_batch
+
+
 def test_fallback_off_stops_at_once():
     found = decide([tried(A)], ladder(A, B), Rules(enabled=False))
     assert isinstance(found, GiveUp)
