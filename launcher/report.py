@@ -11,6 +11,7 @@ from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.progress import View, duration, size
 from rung.strategies.errors import Interrupted, RungError
 from rung.strategies.findings import Finding, Level
+from rung.strategies.plan import Plan
 
 
 def show_findings(view: View, findings: list[Finding]) -> None:
@@ -57,12 +58,9 @@ def show_end(
         view.say(f"           {predicted}")
     view.say(f"           everything is in {folder.url}")
     if recovery.history:
-        plan = outcome.plan
-        view.say(
-            f"           it fell back {len(recovery.history)} times; to start with what worked: "
-            f"--set strategy.name={plan.strategy} --set strategy.micro_batch={plan.micro_batch}"
-            + (" --set strategy.checkpointing=true" if plan.activation_checkpointing else "")
-        )
+        times = len(recovery.history)
+        sets = " ".join(f"--set {text}" for text in pins(outcome.plan, recovery.history[0].plan))
+        view.say(f"           it fell back {times} time{'s' * (times != 1)}; to start with what worked: {sets}")
     folder.event(
         "done",
         step=outcome.step,
@@ -70,6 +68,20 @@ def show_end(
         peak_bytes=outcome.peak_bytes,
         predicted_bytes=outcome.plan.predicted_device_peak_bytes,
     )
+
+
+def pins(plan: Plan, first: Plan) -> list[str]:
+    """The settings that ask for `plan`, of a run that began with the plan `first`."""
+    found = [f"strategy.name={plan.strategy}", f"strategy.micro_batch={plan.micro_batch}"]
+    if plan.activation_checkpointing:
+        found.append("strategy.checkpointing=true")
+    if plan.offload_optimizer != "none":
+        found.append(f"strategy.offload_optimizer={plan.offload_optimizer}")
+    if plan.offload_parameters != "none":
+        found.append(f"strategy.offload_parameters={plan.offload_parameters}")
+    if plan.devices != first.devices:
+        found.append(f"devices.count={plan.devices}")
+    return found
 
 
 def exit_code(error: RungError) -> int:
