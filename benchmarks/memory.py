@@ -1,165 +1,187 @@
-"""Predicted against measured memory: `python -m benchmarks.memory [--short] [--strategies single,ddp,...] [CASE ...]`.
+"""Predicted against measured memory, for models of many kinds under every strategy.
 
-For each kind of model, strategy and three micro-batches: what rung predicts for a worker under a cap, what a real
-worker took above its baseline, whether it then runs under a cap at the predicted value plus headroom, and what
-`accelerate estimate-memory` (its formula: 4 times the weights under Adam) and DeepSpeed's estimators say of the same.
-`--short` takes one micro-batch of a few cases, in under a minute.
+    python -m benchmarks.memory [--only PART ...] [--strategies single,ddp,...] [--seconds 420] [--caps 3]
+    python -m benchmarks.memory --table
+    python -m benchmarks.memory --short
+
+For each model, strategy and three micro-batches: what rung predicts for a worker under a cap, what a real worker took
+above its baseline, and for every n-th of them (`--caps n`) whether it runs under a cap at the predicted value plus
+headroom. What is measured is kept in build/memory.jsonl, so that a call goes on where the last one stopped; the table
+predicts anew. Beside it, what `accelerate estimate-memory` and DeepSpeed's estimators say of the same model.
+`--short` measures a few cases with nothing kept, in under a minute.
 """
 
 import argparse
-import statistics
+import hashlib
+import json
 import sys
 import time
-from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.memory_cases import Case, all_cases
-from benchmarks.memory_measure import measure
-from rung.strategies.memory import MIB, predict
+from benchmarks.memory_cases import Case
+from benchmarks.memory_held_out import all_cases
+from benchmarks.memory_measure import measure, profile_case
+from benchmarks.memory_table import HEADER, Line, line_of, summary
+from rung.strategies.memory import Account, predict
 from rung.strategies.plan import Plan, StrategyName
 from rung.strategies.profile import Profile
-from rung.strategies.trace import profile_task
 
-SHORT = ("decoder 4M", "CNN, BatchNorm", "MLP", "recommender")
-ALL: tuple[StrategyName, ...] = ("single", "ddp", "zero1", "zero2", "zero3")
+WAYS: dict[str, tuple[StrategyName, int]] = {
+    "single": ("single", 1),
+    "ddp": ("ddp", 2),
+    "zero1": ("zero1", 2),
+    "zero2": ("zero2", 2),
+    "zero3": ("zero3", 2),
+    "zero2+host": ("zero2", 2),
+}
+SHORT = {
+    ("decoder 4M", "single"),
+    ("CNN, BatchNorm", "single"),
+    ("recommender", "single"),
+    ("decoder, grouped query", "single"),
+    ("MLP", "ddp"),
+    ("encoder-decoder", "zero2"),
+}
 LARGE_CAP = 64 * 2**30
-MEAN_ERROR = 0.05
-UNUSED = 0.10
 
 
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One row of the table, in MiB."""
+class Results:
+    """What was measured so far, one JSON object a line."""
 
-    name: str
-    strategy: str
-    micro_batch: int
-    predicted: float
-    headroom: float
-    measured: float
-    accelerate: float
-    deepspeed: float
-    under_cap: str
+    def __init__(self, file: Path | None) -> None:
+        self.file = file
+        there = file.read_text().splitlines() if file is not None and file.is_file() else []
+        self.rows: list[dict[str, object]] = [json.loads(line) for line in there]
 
-    @property
-    def error(self) -> float:
-        """Relative, of what was measured."""
-        return self.predicted / self.measured - 1 if self.measured else float("nan")
+    def add(self, **row: object) -> None:
+        """Keeps one measurement."""
+        self.rows.append(row)
+        if self.file is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a") as f:
+                f.write(json.dumps(row) + "\n")
 
-    @property
-    def unused(self) -> float:
-        """The part of what must be free that is never touched."""
-        return 1 - self.measured / self.headroom
+    def peak(self, key: tuple[str, str, int]) -> dict[str, object] | None:
+        """The measurement without a tight cap, or None."""
+        return next((row for row in self.rows if _key(row) == key and not row["cap"]), None)
 
-    def __str__(self) -> str:
-        """A row."""
-        return (
-            f"{self.name:24} {self.strategy:7} {self.micro_batch:5} {self.predicted:9.0f} {self.measured:9.0f} "
-            f"{self.error:+7.1%} {self.unused:7.1%} {self.accelerate:11.0f} {self.deepspeed:10.0f}  {self.under_cap}"
-        )
-
-
-def accelerate_mib(profile: Profile) -> float:
-    """What `accelerate estimate-memory` prints for training with Adam: 4 times the weights (commands/estimate.py)."""
-    return 4 * profile.weight_bytes / MIB
+    def verdict(self, key: tuple[str, str, int], cap: int) -> str:
+        """`fits` under this cap or a lower one, the error under this one or a higher; empty if that is open."""
+        for row in self.rows:
+            tried = int(str(row["cap"]))
+            if _key(row) == key and tried:
+                if not row["error"] and tried <= cap:
+                    return "fits"
+                if row["error"] and tried >= cap:
+                    return str(row["error"])
+        return ""
 
 
-def deepspeed_mib(profile: Profile, plan: Plan) -> float:
-    """DeepSpeed's own estimate for a GPU; none for single and ddp. Its buffer factor of 1.5 is left as it is."""
-    if not plan.zero_stage:
-        return float("nan")
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-
-    total = profile.parameter_count
-    if plan.zero_stage < 3:
-        _, device = estimate_zero2_model_states_mem_needs(
-            total_params=total, num_gpus_per_node=plan.devices, cpu_offload=False
-        )
-    else:
-        _, device, _ = estimate_zero3_model_states_mem_needs(
-            total_params=total,
-            largest_layer_params=profile.largest_parameter,
-            num_gpus_per_node=plan.devices,
-            cpu_offload=False,
-            cpu_offload_params=False,
-        )
-    return device / MIB
+def _key(row: dict[str, object]) -> tuple[str, str, int]:
+    return str(row["case"]), str(row["way"]), int(str(row["micro"]))
 
 
-def compare(number: int, case: Case, strategies: tuple[StrategyName, ...], *, short: bool, caps: bool) -> list[Line]:
-    """All rows of one case."""
-    profile = profile_task(case, case.make_optimizer, case.sample)
+def plan_of(case: Case, way: str, micro: int) -> Plan:
+    """The plan of one row."""
+    strategy, devices = WAYS[way]
+    return Plan(
+        strategy=strategy,
+        device="cpu",
+        devices=devices,
+        global_batch=micro * devices,
+        micro_batch=micro,
+        activation_checkpointing=case.checkpointing,
+        offload_optimizer="host" if way.endswith("host") else "none",
+        memory_cap_bytes=LARGE_CAP,
+    )
+
+
+def predicted(profile: Profile, plan: Plan) -> tuple[int, int, Account]:
+    """Bytes that the process takes, and with headroom: on a CPU all of it is one memory. No loader runs here, so what
+    it prefetches is left out."""
+    account = predict(profile, plan)
+    prefetched = 2 * int(profile.input_bytes.at(plan.micro_batch))
+    taken = account.host_peak_bytes - prefetched
+    return taken, int(taken * (account.device_bytes_with_headroom / account.device_peak_bytes)), account
+
+
+def profile_of(case: Case, folder: Path | None) -> Profile:
+    """The case's profile, kept as long as nothing that makes it changes."""
+    here = Path(__file__).resolve()
+    made = [here.parents[1] / "strategies" / f"{n}.py" for n in ("trace", "ledger", "profile", "checkpointing")]
+    digest = hashlib.blake2b(digest_size=8)
+    for file in [*made, *here.parent.glob("memory_[ch]*.py")]:
+        digest.update(file.read_bytes())
+    kept = folder and folder / f"{case.name.replace(' ', '-')}-{digest.hexdigest()}.json"
+    if kept and kept.is_file():
+        return Profile.from_json(kept.read_text())
+    profile = profile_case(case.name)
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(profile.to_json())
+    return profile
+
+
+def run_rows(keys: list[tuple[Case, str, int]], results: Results, options: argparse.Namespace) -> None:
+    """Measures what is still open, until the time is over."""
+    until = time.monotonic() + options.seconds
+    profiles = None if results.file is None else results.file.parent / "memory-profiles"
+    capped = keys[:: options.caps] if options.caps else []
+    for (case, way, micro), tight in [*((key, False) for key in keys), *((key, True) for key in capped)]:
+        key, plan = (case.name, way, micro), plan_of(case, way, micro)
+        if time.monotonic() > until:
+            print(f"stopped after {options.seconds} s; call again to go on")
+            return
+        cap = predicted(profile_of(case, profiles), plan)[1] if tight else 0
+        if results.verdict(key, cap) if tight else results.peak(key):
+            continue
+        found = measure(case.name, plan.with_(memory_cap_bytes=cap) if tight else plan)
+        results.add(case=case.name, way=way, micro=micro, cap=cap, peak=found.peak_bytes, error=found.error,
+                    step_s=found.step_s)  # fmt: skip
+
+
+def table(keys: list[tuple[Case, str, int]], results: Results) -> list[Line]:
+    """A line for whatever was measured."""
+    profiles = None if results.file is None else results.file.parent / "memory-profiles"
     lines = []
-    for strategy in strategies:
-        devices = 1 if strategy == "single" else 2
-        for micro in case.micro_batches[1:2] if short else case.micro_batches:
-            plan = Plan(
-                strategy=strategy,
-                device="cpu",
-                devices=devices,
-                global_batch=micro * devices,
-                micro_batch=micro,
-                activation_checkpointing=case.checkpointing,
-                memory_cap_bytes=LARGE_CAP,
-            )
-            account = predict(profile, plan)
-            found = measure(number, plan)
-            under = ""
-            if caps and not found.error:
-                capped = measure(number, plan.with_(memory_cap_bytes=account.device_bytes_with_headroom), steps=2)
-                under = capped.error or "fits"
-            lines.append(
-                Line(
-                    name=case.name,
-                    strategy=strategy,
-                    micro_batch=micro,
-                    predicted=account.device_peak_bytes / MIB,
-                    headroom=account.device_bytes_with_headroom / MIB,
-                    measured=found.peak_bytes / MIB,
-                    accelerate=accelerate_mib(profile),
-                    deepspeed=deepspeed_mib(profile, plan),
-                    under_cap=found.error or under,
-                )
-            )
-            print(lines[-1], flush=True)
+    for case, way, micro in keys:
+        key, plan = (case.name, way, micro), plan_of(case, way, micro)
+        row = results.peak(key)
+        if row is None:
+            continue
+        taken, headroom, _ = predicted(profile_of(case, profiles), plan)
+        lines.append(
+            line_of(case, way, plan, profile_of(case, profiles), taken, headroom, row, results.verdict(key, headroom))
+        )
+        print(lines[-1], flush=True)
     return lines
 
 
 def main(arguments: list[str]) -> int:
     """Prints the table and the figures; 1 if they miss the marks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names, or parts of names; all if none")
+    parser.add_argument("--only", nargs="*", default=[""], help="names of models, or parts of them")
+    parser.add_argument("--strategies", default=",".join(WAYS), help=f"of {','.join(WAYS)}")
+    parser.add_argument("--seconds", type=float, default=420.0, help="start no measurement after so long")
+    parser.add_argument("--caps", type=int, default=3, help="every n-th again under the predicted cap; 0: none")
+    parser.add_argument("--table", action="store_true", help="measure nothing, show what there is")
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--no-caps", action="store_true", help="do not run again under the predicted cap")
-    parser.add_argument("--strategies", default="")
+    parser.add_argument("--file", type=Path, default=Path("build/memory.jsonl"))
     options = parser.parse_args(arguments)
-    strategies = tuple(options.strategies.split(",")) if options.strategies else ("single",) if options.short else ALL
-    wanted = options.cases or (SHORT if options.short else [""])
-    began = time.monotonic()
-    header = f"{'model':24} {'':7} {'micro':>5} {'predicted':>9} {'measured':>9} {'error':>7} {'unused':>7}"
-    print(f"{header} {'accelerate':>11} {'deepspeed':>10}  under the cap (MiB above the baseline)")
-    lines: list[Line] = []
-    for number, case in enumerate(all_cases()):
-        if any(part in case.name for part in wanted):
-            lines += compare(number, case, strategies, short=options.short, caps=not options.no_caps)
-    return verdict(lines, time.monotonic() - began)
-
-
-def verdict(lines: list[Line], seconds: float) -> int:
-    """The figures of a table."""
-    good = [line for line in lines if line.measured]
-    if not good:
-        print("nothing was measured")
-        return 1
-    error = statistics.fmean(abs(line.error) for line in good)
-    unused = statistics.fmean(line.unused for line in good)
-    failed = [line for line in lines if line.under_cap not in ("", "fits")]
-    theirs = statistics.fmean(abs(line.accelerate / line.measured - 1) for line in good)
-    zero = [abs(line.deepspeed / line.measured - 1) for line in good if line.deepspeed == line.deepspeed]
-    print(f"\n{len(good)} cases in {seconds:.0f} s: mean error {error:.1%} (mark {MEAN_ERROR:.0%}), worst", end=" ")
-    print(f"{max(abs(line.error) for line in good):.1%}; unused {unused:.1%} (mark {UNUSED:.0%}); {len(failed)} failed")
-    print(f"mean error of accelerate {theirs:.0%}" + (f", of deepspeed {statistics.fmean(zero):.0%}" if zero else ""))
-    return int(error > MEAN_ERROR or unused > UNUSED or bool(failed))
+    ways = options.strategies.split(",")
+    keys = [
+        (case, way, micro)
+        for case in all_cases()
+        if any(part in case.name for part in options.only)
+        for way in ways
+        for micro in case.micro_batches
+        if not options.short or ((case.name, way) in SHORT and micro == case.micro_batches[1])
+    ]
+    results = Results(None if options.short else options.file)
+    if not options.table:
+        run_rows(keys, results, options)
+    print(HEADER)
+    return summary(table(keys, results))
 
 
 if __name__ == "__main__":

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
+from rung.launcher.preload import PRELOAD
 from rung.strategies.plan import Plan, cut
+from rung.strategies.profile import Profile
 
-PRELOAD = [
-    "torch._dynamo",
-    "benchmarks.memory_cases",
-    "rung.strategies.make",
-    "rung.strategies.ddp",
-    "rung.strategies.zero",
-]
+# What a worker of `rung launch` starts with, and this module's own.
+PRELOADED = [*PRELOAD, "benchmarks.memory_held_out"]
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -56,15 +53,48 @@ class Watch(threading.Thread):
             os.close(self._file)
 
 
-def measure(number: int, plan: Plan, *, steps: int = 2, deadline_s: float = 120.0) -> Measured:
-    """Runs a few real steps of case `number` under `plan`, one process for each device; the worst of them counts."""
+def profile_case(name: str, *, deadline_s: float = 240.0) -> Profile:
+    """The profile of a case, traced in a process that knows no more than rung's own would. Raises RuntimeError."""
+    ours, theirs = _context().Pipe(duplex=False)
+    worker = _context().Process(target=_trace, args=(name, theirs), daemon=True)
+    worker.start()
+    theirs.close()
+    try:
+        if not ours.poll(deadline_s):
+            raise RuntimeError(f"{name}: no profile in {deadline_s:g} s")
+        return Profile.from_json(ours.recv())
+    except EOFError:
+        raise RuntimeError(f"{name}: the process that traced it died") from None
+    finally:
+        worker.kill()
+        worker.join()
+
+
+def _context() -> Any:
     context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _trace(name: str, pipe: Any) -> None:
+    import torch
+
+    from benchmarks.memory_held_out import find
+    from rung.strategies.trace import profile_task
+
+    torch.set_num_threads(1)
+    case = find(name)
+    pipe.send(profile_task(case, case.make_optimizer, case.sample, name=name).to_json())
+
+
+def measure(name: str, plan: Plan, *, steps: int = 2, deadline_s: float = 120.0) -> Measured:
+    """Runs a few real steps of a case under `plan`, one process for each device; the worst of them counts."""
+    context = _context()
     with tempfile.TemporaryDirectory() as folder:
         pipes, workers, watches = [], [], []
         for rank in range(plan.devices):
             ours, theirs = context.Pipe(duplex=False)
-            worker = context.Process(target=_work, args=(number, plan, rank, folder, steps, theirs), daemon=True)
+            worker = context.Process(target=_work, args=(name, plan, rank, folder, steps, theirs), daemon=True)
             worker.start()
             theirs.close()
             watches.append(Watch(worker.pid))
@@ -93,20 +123,18 @@ def _answer(pipe: Any, deadline_s: float) -> Measured:
     return Measured(error="the process died")
 
 
-def _work(number: int, plan: Plan, rank: int, folder: str, steps: int, pipe: Any) -> None:
+def _work(name: str, plan: Plan, rank: int, folder: str, steps: int, pipe: Any) -> None:
     import torch
 
-    from benchmarks.memory_cases import all_cases
+    from benchmarks.memory_held_out import find
     from rung.cluster.link import apply_memory_cap
     from rung.strategies.make import make_strategy
-    from rung.strategies.memory import steady_allocator
 
     torch.set_num_threads(plan.threads)
-    case = all_cases()[number]
+    case = find(name)
     with open("/proc/self/statm") as file:  # noqa: PTH123 - its descriptor is read
         baseline = private_bytes(file.fileno())
     if plan.memory_cap_bytes is not None:
-        steady_allocator()
         apply_memory_cap(plan.memory_cap_bytes)
     try:
         alone = plan.devices == 1 and plan.zero_stage == 0

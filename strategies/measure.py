@@ -12,7 +12,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Memory:
-    """Watches one device from its construction on.
+    """Watches one device from its construction on, and on CUDA has the allocator keep to the cap.
 
     On a CPU the device's memory is the private memory of this process (what RLIMIT_DATA counts), above what it had at
     construction: make it before the model is built. A thread looks at it, since the kernel keeps no peak of it.
@@ -26,8 +26,10 @@ class Memory:
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             self.limit = min(cap_bytes or total, total)
+            if cap_bytes is not None:
+                torch.cuda.set_per_process_memory_fraction(self.limit / total, device)
         elif device.type == "cpu":
-            self._baseline = _private_bytes()
+            self._baseline = private_bytes()
             threading.Thread(target=self._watch, name="rung-memory", daemon=True).start()
 
     def now(self) -> int:
@@ -36,7 +38,7 @@ class Memory:
             return int(torch.cuda.memory_reserved(self.device))
         if self.device.type == "mps":
             return int(torch.mps.driver_allocated_memory())
-        return max(0, _private_bytes() - self._baseline)
+        return max(0, private_bytes() - self._baseline)
 
     def peak(self) -> int:
         """The most bytes taken at once by training (on a CPU: until `settle`)."""
@@ -56,7 +58,7 @@ class Memory:
             self._peak = max(self._peak, self.now())
 
 
-def _private_bytes() -> int:
+def private_bytes() -> int:
     """Private writable memory of this process; 0 where there is no /proc."""
     try:
         with open("/proc/self/statm", "rb") as f:  # noqa: PTH123 - as cheap as can be

@@ -122,8 +122,9 @@ def predict(profile: Profile, plan: Plan, factors: Factors | None = None) -> Acc
     if plan.device == "cpu":
         # One memory: what the device holds is host memory too.
         items = [replace(item, host_bytes=item.host_bytes + item.device_bytes) for item in items]
+    peak = sum(item.device_bytes for item in items)
     return Account(
-        items=tuple(item for item in items if item.device_bytes or item.host_bytes), error=_error(plan, factors)
+        items=tuple(item for item in items if item.device_bytes or item.host_bytes), error=_error(plan, factors, peak)
     )
 
 
@@ -167,6 +168,13 @@ def _state(profile: Profile, plan: Plan) -> list[Item]:
     items.append(_placed("masters and optimizer", state, plan.offload_optimizer, "(4+K)·P/N"))
     if plan.offload_optimizer != "none":
         items.append(Item(name="gradients for the host", host_bytes=4 * part, source="fp32 partition: 4·P/N"))
+        if stage < 3:
+            largest = width * profile.largest_parameter
+            items.append(
+                Item(name="weights for the device", host_bytes=width * part, source="on their way back: w·P/N")
+            )
+            items.append(Item(name="one gradient", device_bytes=largest, host_bytes=largest,
+                              source="the largest on its way, stage_1_and_2.py: temp_grad_buffer"))  # fmt: skip
     elif stage == 3 or accumulation(plan) > 1:
         # Stages 1 and 2 keep none when a step is one micro-batch: what is reduced goes into the update at once.
         items.append(Item(name="gradients, partition", device_bytes=4 * part, source="fp32: 4·P/N"))
@@ -208,14 +216,26 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
         if plan.zero_stage < 3 and plan.device == "cpu":
             # Kernels lie anywhere in one flat buffer, and oneDNN copies them once more (measured).
             size += _convolution_bytes(profile) * 5 // 4
-        # What DeepSpeed flattens, gathers and prefetches; more than the activations of a small micro-batch.
-        bucket = 4 * min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
-        size = max(size, bucket * 3 // 4 + 20 * MIB if plan.zero_stage == 3 else bucket // 2 + 74 * MIB)
+        size = max(size, _zero_floor(profile, plan))
     batch = int(profile.input_bytes.at(plan.micro_batch))
     return [
         Item(name="activations", device_bytes=size, source=f"{profile.method}, micro-batch {plan.micro_batch}"),
         Item(name="input", device_bytes=batch, host_bytes=2 * batch, source="one batch here, two prefetched"),
     ]
+
+
+def _zero_floor(profile: Profile, plan: Plan) -> int:
+    """What DeepSpeed flattens, gathers and prefetches, which may be more than the activations of a small micro-batch.
+
+    Stages 1 and 2: a bucket is flattened into a copy to be reduced (stage_1_and_2.py, allreduce_bucket); in the step,
+    with the bucket gone, this rank's gradients are there twice, as they came and flat. The rest was measured.
+    """
+    bucket = 4 * min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
+    if plan.zero_stage == 3:
+        return bucket * 3 // 4 + 20 * MIB
+    part = -(-profile.trainable_count // plan.devices)
+    flat = 0 if plan.offload_optimizer != "none" else 4 * part * (1 if accumulation(plan) > 1 else 2)
+    return max(bucket + 44 * MIB, flat - bucket)
 
 
 def _communication(profile: Profile, plan: Plan) -> list[Item]:
@@ -250,6 +270,7 @@ def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item])
             slack += moving * 2 // 5
         return [
             Item(name="libraries", device_bytes=libraries, source="measured: first use of torch, MKL and oneDNN"),
+            Item(name="imports", device_bytes=profile.imported_bytes, source="traced: what making the model imports"),
             Item(
                 name="allocator", device_bytes=slack, source="measured: " + ("0.5%" if plan.memory_cap_bytes else "40%")
             ),
@@ -281,13 +302,14 @@ def _left_in_heap(profile: Profile, plan: Plan) -> int:
     return int(small * highest(activity.again, plan.micro_batch))
 
 
-def _error(plan: Plan, factors: Factors) -> float:
+def _error(plan: Plan, factors: Factors, peak: int) -> float:
+    """A part of the peak, and on a CPU an amount besides: what libraries take does not shrink with the model."""
     if factors.error is not None:
         return max(0.02, factors.error)
-    if plan.device == "cpu":
-        steady = 0.08 if plan.zero_stage else 0.06
-        return steady if plan.memory_cap_bytes else 0.15
-    return 0.08
+    if plan.device != "cpu":
+        return 0.08
+    amount = (12 if plan.zero_stage else 6 if plan.devices > 1 else 3) * MIB
+    return (0.05 if plan.memory_cap_bytes else 0.15) + amount / max(1, peak)
 
 
 def steady_allocator() -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rung.strategies.plan import Precision
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 Method = Literal["traced", "measured", "given"]
 
 
@@ -110,6 +110,7 @@ class Profile:
     foreach_step_bytes: the same for the optimizer's "foreach" form, which PyTorch takes on CUDA.
     input_bytes: one batch as the loader gives it.
     largest_parameter: elements of the largest.
+    imported_bytes: private memory of modules that only making the model imports (on a CPU they share the device's).
     convolutions, kernel_bytes: how many run in a forward pass, and the weights of the largest.
     longest: what was taken for the longest sample ("sample 12 of 64"), empty where sizes do not vary.
     """
@@ -130,6 +131,7 @@ class Profile:
     largest_parameter: int = 0
     convolutions: int = 0
     kernel_bytes: int = 0
+    imported_bytes: int = 0
     longest: str = ""
     note: str = ""
 

@@ -10,6 +10,7 @@ What cannot be seen: memory that a kernel takes and returns within one operation
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from rung.strategies import checkpointing
 from rung.strategies.ledger import Ledger, Phase, size_of
+from rung.strategies.measure import private_bytes
 from rung.strategies.plan import Precision
 from rung.strategies.precision import Amp
 from rung.strategies.profile import Activity, Block, Line, Method, ParameterGroup, Profile, highest, upper_envelope
@@ -59,7 +61,11 @@ def profile_task(
         # On a CPU oneDNN's recurrent kernels keep a workspace, and fake tensors take another path through PyTorch.
         real = profile_task(task, make_optimizer, make_batch, precision=precision, clip=clip, fake=False, name=name,
                             digest=digest, longest=longest)  # fmt: skip
-        return replace(real, note="Recurrent layers keep what only a real step shows, so one was measured.")
+        return replace(
+            real,
+            imported_bytes=facts.imported_bytes,
+            note="Recurrent layers keep what only a real step shows, so one was measured.",
+        )
     check = runs.pop() if len(runs) > len(SIZES) else None
     recomputed = _activity(trace(checkpoint=True)[1], None) if facts.can_checkpoint else None
     method: Method = "traced" if fake else "measured"
@@ -80,6 +86,7 @@ def profile_task(
         largest_parameter=facts.largest_parameter,
         convolutions=facts.convolutions,
         kernel_bytes=facts.kernel_bytes,
+        imported_bytes=facts.imported_bytes,
         longest=longest,
     )
 
@@ -118,6 +125,7 @@ class _Facts:
     kernel_bytes: int
     groups: tuple[ParameterGroup, ...]
     can_checkpoint: bool
+    imported_bytes: int
     recurrent_bytes: int
 
 
@@ -149,7 +157,7 @@ def _session(
     depend on neither."""
     batches = [make_batch(size) for size in (*SIZES, CHECK_SIZE)]
     with _world(fake) as into:
-        model = task.model()
+        model, imported_bytes = _made(task)
         can = checkpointing.available(model)
         if checkpoint:
             checkpointing.enable(model)
@@ -183,9 +191,19 @@ def _session(
             kernel_bytes=max(run.kernel_bytes for run in runs),
             groups=_groups(model),
             can_checkpoint=can,
+            imported_bytes=imported_bytes,
             recurrent_bytes=sum(map(size_of, model.parameters())) if _recurrent(model) else 0,
         )
     return facts, runs
+
+
+def _made(task: Any) -> tuple[torch.nn.Module, int]:
+    """The model, and the memory that the modules take which making it was the first to import."""
+    torch.nn.Linear(2, 2)  # what PyTorch itself loads at the first of its modules
+    known, before = set(sys.modules), private_bytes()
+    model = task.model()
+    theirs = [name for name in set(sys.modules) - known if name.partition(".")[0] != "torch"]
+    return model, max(0, private_bytes() - before) if theirs else 0
 
 
 def _traced(task: Any, model: torch.nn.Module, batch: Any, amp: Amp, ledger: Ledger, size: int) -> _Run:

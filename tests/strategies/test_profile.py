@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory_cases import Case, Transformer, cases, llama, lora, mlp, text, vectors
+from benchmarks.memory_cases import Case, Transformer, fitted_cases, llama, lora, mlp, text, vectors
 from rung.strategies.ledger import Ledger
 from rung.strategies.profile import Line, Profile, highest, upper_envelope
 from rung.strategies.trace import cannot_fake, profile_task
@@ -136,7 +136,7 @@ def test_the_ledger_strikes_out_what_dies():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", fitted_cases(), ids=lambda case: case.name)
 def test_every_kind_of_model_can_be_profiled(case):
     profile = profile_of(case)
     assert profile.plain.flops.at(1) > 0
