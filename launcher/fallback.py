@@ -123,7 +123,7 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
         return Retry(plan=last.plan, ladder=ladder, reason=f"out of {where}, but not by itself: {last.pressed}")
     known = {p.rung: p for p in ladder.plans}
     left = corrected(ladder, last.plan, last.peak_bytes or last.plan.predicted_device_peak_bytes or 0)
-    choices = [p for p in left.plans if p.rung in known and eases(last.plan, known[p.rung], last.cause)]
+    choices = [p for p in left.plans if p.rung in known and _may_ease(last.plan, known[p.rung], last.cause)]
     if not choices:
         left, choices = _hopes(history, ladder, left)
     for plan in choices:
@@ -146,7 +146,7 @@ def _hopes(history: Sequence[Tried], ladder: Ladder, left: Ladder) -> tuple[Ladd
     smaller = [r.plan for r in ladder.rungs if r in untried and _frugality(r.plan) > _frugality(last.plan)]
     if last.step > last.first_step and smaller:
         return replace(ladder, rungs=tuple(r for r in ladder.rungs if r.plan.rung != last.plan.rung)), smaller
-    easier = [r for r in untried if eases(last.plan, r.plan, last.cause)]
+    easier = [r for r in untried if _may_ease(last.plan, r.plan, last.cause)]
     needs = {r.plan.rung: r.plan.predicted_device_peak_bytes or 0 for r in (*left.rungs, *left.hopes)}
     easier.sort(key=lambda r: (needs.get(r.plan.rung, 0), *_thrift(r.plan)))
     return replace(ladder, rungs=tuple(easier), hopes=()), [r.plan for r in easier]
@@ -155,13 +155,18 @@ def _hopes(history: Sequence[Tried], ladder: Ladder, left: Ladder) -> tuple[Ladd
 def _without_what_is_missing(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
     """A rung that was fallen back to needs something that this machine lacks: the next one that does without it."""
     last, before = history[-1].plan, history[-2].plan
-    offload = (last.offload_optimizer, last.offload_parameters)
-    rungs = tuple(r for r in ladder.rungs if (r.plan.offload_optimizer, r.plan.offload_parameters) != offload)
+    missing = _places(last) - _places(before)
+    rungs = tuple(r for r in ladder.rungs if r.plan.rung != last.rung and not _places(r.plan) & missing)
     for plan in (rung.plan for rung in rungs):
         if _frugality(plan) > _frugality(before) and allowed(before, plan, rules):
             reason = f"what {last.strategy} with offload needs is missing here: {difference(before, plan)}"
             return Retry(plan=plan, ladder=replace(ladder, rungs=rungs), reason=reason)
     return GiveUp(reason="what the next rung needs is missing here, and no other is left")
+
+
+def _places(plan: Plan) -> set[str]:
+    """Where it offloads to: what it needs beyond PyTorch and DeepSpeed depends on that."""
+    return {plan.offload_optimizer, plan.offload_parameters} - {"none"}
 
 
 def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
@@ -226,6 +231,13 @@ def eases(old: Plan, new: Plan, cause: Cause) -> bool:
     if before is not None and after is not None and after != before:
         return after < before
     return _frugality(new) > _frugality(old)
+
+
+def _may_ease(old: Plan, new: Plan, cause: Cause) -> bool:
+    """Whether it does by prediction, or at least by kind: what was predicted has just been wrong. Of host memory, what
+    is frugal with the device's takes more."""
+    by_kind = cause is Cause.DEVICE_OOM or old.device == "cpu"
+    return eases(old, new, cause) or (by_kind and _frugality(new) > _frugality(old))
 
 
 def _frugality(plan: Plan) -> tuple[int, int, bool, int]:

@@ -92,17 +92,21 @@ class Saving:
             return
         from rung.launcher.checkpoint.init_from import load_weights
 
-        load_weights(
-            self._job.init_from, self._strategy.intervals("load"), self._job.allow_mismatch,
-            options=self._job.checkpoint.options, model=self._weights, aliases=self._aliases,
-        )  # fmt: skip
+        intervals = self._strategy.intervals("load")
+        with beyond_memory_cap():
+            load_weights(
+                self._job.init_from, intervals, self._job.allow_mismatch,
+                options=self._job.checkpoint.options, model=self._weights, aliases=self._aliases,
+            )  # fmt: skip
         self._strategy.restored()
 
     def resume(self, folder: str) -> Manifest:
         """Fills the strategy's state and the progress from a checkpoint. Raises CheckpointDamaged, or StorageError
         if it is of another model."""
         manifest = Manifest.read(self._store, folder)
-        found = StateLoader(self._store, manifest).fill(self._strategy.intervals("load"), allow_missing=True)
+        intervals = self._strategy.intervals("load")  # what the optimizer keeps is device memory, and made here
+        with beyond_memory_cap():  # buffers and threads of the reader are not
+            found = StateLoader(self._store, manifest).fill(intervals, allow_missing=True)
         if lacking := [name for name in found.missing if name.startswith("model/")]:
             raise StorageError(
                 f"{folder} lacks {len(lacking)} weights of this model: {', '.join(lacking[:5])}",

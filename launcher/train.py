@@ -30,6 +30,7 @@ from rung.launcher.task import load_task, make_optimizer
 from rung.launcher.validate import validate
 from rung.launcher.watch import health
 from rung.launcher.watch.reporter import Reporter
+from rung.strategies import zero_ops
 from rung.strategies.errors import DataError, HealthError
 from rung.strategies.make import make_strategy
 from rung.strategies.measure import Memory
@@ -66,7 +67,6 @@ class Trainer:
 
     def run(self) -> None:
         """The whole of it. Data is prepared before the process group forms, since others would wait for it."""
-        torch.set_num_threads(self.plan.threads)
         with beyond_memory_cap():  # what the task's module imports and its data are not the device's memory
             self.task = load_task(self.job)
             self.train_data: Any = self.task.dataset("train")
@@ -121,6 +121,8 @@ class Trainer:
         group = self.link.store(GROUP_S) if plan.devices > 1 else None
         # The heartbeat is to find who hangs before those who wait for it lose patience.
         deadline_s = max(GROUP_S, self.job.hang_s + 60.0)
+        with beyond_memory_cap():  # a compiler that inherits the cap of a device does not get far
+            zero_ops.build(plan, deadline_s=deadline_s)
         self.strategy = make_strategy(
             plan, rank, group, scratch=lambda: scratch_folder(self.job), deadline_s=deadline_s
         )  # fmt: skip
@@ -181,7 +183,8 @@ class Trainer:
         began = time.perf_counter()
         self.task.collate([self.task.fetch(self.train_data, i) for i in indices])
         fetch_s = time.perf_counter() - began
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # Those of the process it was forked from: a worker may be bound to some, its peers then to the others.
+        cpus = len(os.sched_getaffinity(os.getppid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # A device that is the CPU itself leaves only the cores that its threads do not use.
         spared = cpus - self.plan.threads * self.plan.devices if self.plan.device == "cpu" else cpus
         workers, _why = auto_workers(max(1, spared), self.plan.devices, fetch_s, None)

@@ -28,6 +28,8 @@ def validate(
     total = 0.0
     model = strategy.model
     model.eval()
+    # DeepSpeed's engine only hands it on; a loss that asks `model.training` is to see it too.
+    model.training = False
     try:
         with torch.no_grad():
             for count, micro in enumerate(eval_batches(dataset, task.collate, strategy.plan, strategy.rank)):
@@ -45,6 +47,7 @@ def validate(
                     sums[name] = sums.get(name, 0.0) + (float(value) * weight if weight else 0.0)
     finally:
         model.train()
+        model.training = True
     names = sorted(sums)
     *all_sums, total = strategy.collectives.agree([*(sums[n] for n in names), total])
     return {n: s / total for n, s in zip(names, all_sums, strict=True)} if total > 0 else None

@@ -179,5 +179,7 @@ def test_a_rung_that_needs_what_is_missing_is_passed_over_in_a_fallback_only():
     disk, small = plan("zero3", micro=16, offload_optimizer="disk"), plan("zero3", micro=8)
     history = [tried(full), tried(disk, Cause.DEPENDENCY)]
     assert decide(history, ladder(disk, small), Rules()).plan == small
+    more = plan("zero3", micro=16, offload_optimizer="disk", offload_parameters="disk")
+    assert decide(history, ladder(disk, more, small), Rules()).plan == small, "parameters need the same library"
     assert isinstance(decide(history[1:], ladder(disk, small), Rules()), GiveUp)
     assert isinstance(decide(history, ladder(disk), Rules()), GiveUp)
