@@ -25,6 +25,7 @@ class Keeper:
         self.passed_over: tuple[Batch, ...] = ()
         self._damaged: set[str] = set()
         self._known: dict[str, retention.Kept] = {}
+        self._last: Manifest | None = None
 
     def commit(self, parts: Sequence[Part], plan: Plan, metrics: Mapping[str, float]) -> str:
         """Makes a checkpoint of what all workers wrote, then deletes those that are no longer kept. Raises RunLocked
@@ -45,7 +46,8 @@ class Keeper:
             aliases=said["aliases"],
             trainer=said["trainer"],
         )
-        manifest = manifests.merge(parts, meta)
+        manifest = manifests.merge(parts, meta, last=self._last)
+        self._last = manifest
         if lacking := [name for name in said["weights"] if f"model/{name}" not in manifest.tensors]:
             raise StorageError(
                 f"the checkpoint of step {meta.step} lacks {len(lacking)} weights: {', '.join(lacking[:5])}",
@@ -55,6 +57,7 @@ class Keeper:
         self.committed_step = meta.step
         # Only after the commit, and by one process: this one.
         checkpoint = self.job.checkpoint
+        self._known[name] = retention.kept(manifest, checkpoint.keep_best)
         retention.prune(self.store, keep=checkpoint.keep, keep_best=checkpoint.keep_best, known=self._known)
         return name
 

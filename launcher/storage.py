@@ -5,7 +5,9 @@ deadline, and raises nothing but `StorageError` (`ObjectMissing` where there is 
 caller's: it runs `Store.parallel` calls at a time. No torch here: the launcher process uses this too.
 """
 
+import importlib
 import io
+import logging
 import os
 import random
 import secrets as random_secrets
@@ -382,8 +384,9 @@ def _open_fsspec(url: str, scheme: str, options: dict[str, Any], stall_s: float)
     if scheme in _EXTRAS:
         options = {"use_listings_cache": False, "skip_instance_cache": True, **options}
     try:
-        filesystem, root = fsspec.core.url_to_fs(url, **options)
-        return FsspecFolder(filesystem, root)
+        if _EXTRAS.get(scheme) == "gcs":
+            return FsspecFolder(*_open_gcs(url, options))
+        return FsspecFolder(*fsspec.core.url_to_fs(url, **options))
     except ImportError as error:
         package = _EXTRAS.get(scheme)
         raise DependencyError(
@@ -399,3 +402,18 @@ def _open_fsspec(url: str, scheme: str, options: dict[str, Any], stall_s: float)
         ) from None
     except Exception as error:
         raise storage_error(error, doing="opening", url=url, secrets=secrets_of(options)) from None
+
+
+def _open_gcs(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    import fsspec
+
+    if "GCSFS_DEBUG" not in os.environ:
+        # It logs each failure with its traceback; what matters of it is raised, and said by us without secrets.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
+    if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
+        # Not Google itself. gcsfs's usual class asks for the kind of the bucket by gRPC, which only Google answers: it
+        # waits for a minute.
+        filesystem = importlib.import_module("gcsfs.core").GCSFileSystem(**options)
+        return filesystem, str(filesystem._strip_protocol(url))
+    filesystem, root = fsspec.core.url_to_fs(url, **options)
+    return filesystem, root

@@ -8,17 +8,18 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 
 import numpy as np
 import torch
 
-from rung.launcher.checkpoint.pieces import Pieces
+from rung.launcher.checkpoint.pieces import Pieces, without_collector
 from rung.strategies.shards import Interval
 
 BLOCK_BYTES = 1 << 20  # hashed, and so verified, as one
 LARGEST_FILE_BYTES = 256 << 20
 SMALLEST_FILE_BYTES = 16 << 20
-FILES_WANTED = 4  # written at the same time, so a save is cut into at least as many if it is large enough
+FILES_WANTED = 16  # a save that is large enough is cut into as many: while one is synced, others are written
 SMALL_BYTES = 256 << 10  # tensors below this are copied together, by one call
 _ALIGN_BYTES = 4096  # where files begin in the buffer
 
@@ -45,6 +46,7 @@ DTYPES: dict[torch.dtype, str] = {
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 Signature = list[tuple[str, tuple[int, ...], torch.dtype, int, int]]
+Columns = tuple[list[str], list[tuple[int, ...]], list[torch.dtype], list[int], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,11 @@ class FileLayout:
     header: bytes
     groups: tuple[Group, ...]
 
+    @property
+    def scattered(self) -> bool:
+        """It is put together from small pieces for the most part."""
+        return sum(len(group.items) for group in self.groups) * SMALL_BYTES > self.size
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
@@ -81,11 +88,23 @@ class Layout:
     pieces: Pieces
 
 
-def signature(intervals: Sequence[Interval]) -> Signature:
-    """What a layout depends on."""
-    return [(i.name, i.shape, i.dtype, i.start, i.data.numel()) for i in intervals]
+def columns_of(intervals: Sequence[Interval]) -> Columns:
+    """What a layout depends on, by columns: quickly taken, and quickly compared with those of the save before."""
+    return (
+        [i.name for i in intervals],
+        [i.shape for i in intervals],
+        [i.dtype for i in intervals],
+        [i.start for i in intervals],
+        [i.data.numel() for i in intervals],
+    )
 
 
+def signature(columns: Columns) -> Signature:
+    """The same, by intervals."""
+    return list(zip(*columns, strict=True))
+
+
+@without_collector()
 def lay_out(wanted: Signature) -> Layout:
     """The layout for intervals with this signature. Raises `ValueError` for a type that safetensors has no name for."""
     for name, _, dtype, _, _ in wanted:
@@ -142,15 +161,20 @@ def _cut(wanted: Signature) -> list[list[tuple[int, int, int]]]:
 
 
 def _file(wanted: Signature, items: list[tuple[int, int, int]], begin: int) -> FileLayout:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "rung": "intervals; manifest.json places them"}}
+    entries = ['"__metadata__":{"format":"pt","rung":"intervals; manifest.json places them"}']
+    keys: set[str] = set()
     offset = 0
     for i, first, count in items:
         name, _, dtype, start, _ = wanted[i]
-        key = name if name not in entries else f"{name}#{start + first}"
+        key = name if name not in keys else f"{name}#{start + first}"
+        keys.add(key)
         stop = offset + count * dtype.itemsize
-        entries[key] = {"dtype": DTYPES[dtype], "shape": [count], "data_offsets": [offset, stop]}
+        # Put together by hand: 100,000 tensors take json.dumps, and the objects that it wants, several times as long.
+        entries.append(
+            f'{quoted(key)}:{{"dtype":"{DTYPES[dtype]}","shape":[{count}],"data_offsets":[{offset},{stop}]}}'
+        )
         offset = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = ("{" + ",".join(entries) + "}").encode()
     text += b" " * (-(len(text) + 8) % 64)
     header = struct.pack("<Q", len(text)) + text
     groups = _groups(wanted, items, begin + len(header))

@@ -1,11 +1,13 @@
 """Loading state: only the bytes that are needed, in parallel, verified, straight into where they belong."""
 
+import ctypes
 import itertools
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from rung.launcher.storage import Store
 from rung.strategies.errors import StorageError
 from rung.strategies.shards import Interval
 
-DIRECT_BYTES = 64 << 10  # runs from this size on are read straight into place; smaller ones are gathered first
+DIRECT_BYTES = 1 << 10  # runs from this size on are read straight into place; smaller ones are gathered first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +49,9 @@ class Loader:
         """
         began = time.perf_counter()
         tensors, aliases = self._manifest.tensors, self._manifest.aliases
-        index = tensors.index
-        numbers = [index.get(i.name, -1) for i in intervals]
+        numbers = self._numbers_of(tuple([i.name for i in intervals]))
         if aliases:
+            index = tensors.index
             numbers = [
                 n if n >= 0 else index.get(aliases.get(i.name, ""), -1) for n, i in zip(numbers, intervals, strict=True)
             ]
@@ -72,6 +74,13 @@ class Loader:
             else tuple(name for i, name in enumerate(tensors.names) if i not in asked),
         )
 
+    def _numbers_of(self, names: tuple[str, ...]) -> Sequence[int]:
+        """The number of each tensor in the manifest, -1 where it has no such name."""
+        if names == self._manifest.tensors.names:
+            return range(len(names))
+        index = self._manifest.tensors.index
+        return [index.get(name, -1) for name in names]
+
     def full_tensor(self, name: str) -> torch.Tensor:
         """One whole tensor, on the CPU, in its type on disk. Raises as `fill` does."""
         stored = self._manifest.resolve(name)
@@ -86,6 +95,8 @@ class Loader:
 
     def _check_shapes(self, intervals: Sequence[Interval], numbers: Sequence[int]) -> None:
         shapes = self._manifest.tensors.shapes
+        if [i.shape for i in intervals] == [shapes[n] for n in numbers]:
+            return
         wrong = [
             f"{i.name} is {list(i.shape)}, in the checkpoint {list(shapes[n])}"
             for i, n in zip(intervals, numbers, strict=True)
@@ -100,20 +111,19 @@ class Loader:
 
     def _read(self, intervals: Sequence[Interval], numbers: Sequence[int]) -> int:
         tensors = self._manifest.tensors
-        item = np.array([ITEM_BYTES[d] for d in tensors.dtypes] or [1], dtype=np.int64)
-        which = np.array(numbers, dtype=np.int64)
-        start = np.array([i.start for i in intervals], dtype=np.int64)
-        length = np.array([i.data.numel() for i in intervals], dtype=np.int64)
+        which = np.arange(len(numbers)) if isinstance(numbers, range) else np.array(numbers, dtype=np.int64)
+        start = _column([i.start for i in intervals])
+        length = _column([i.data.numel() for i in intervals])
         segments = plan_reads(
             tensors,
             self._manifest.files,
             which,
             start,
             length,
-            item_bytes=item[which],
+            item_bytes=_column([ITEM_BYTES[d] for d in tensors.dtypes])[which],
             window_bytes=self._store.window_bytes,
         )
-        scatter = _Scatter(self._files, self._manifest, segments, intervals, numbers)
+        scatter = _Scatter(self._files, self._manifest, segments, intervals, which, length)
         if len(segments.tasks):
             with ThreadPoolExecutor(max_workers=max(1, min(self._threads, len(segments.tasks)))) as pool:
                 try:
@@ -125,6 +135,13 @@ class Loader:
         return int(segments.nbytes.sum())
 
 
+def _column(values: list[int]) -> Ints:
+    """The values as numbers of a column; fast where they are all the same, which among many tensors is usual."""
+    if values and values.count(values[0]) == len(values):
+        return np.full(len(values), values[0], dtype=np.int64)
+    return np.array(values, dtype=np.int64)
+
+
 class _Scatter:
     """Runs the reads of one load: `run(task)` from any thread. Columns, not loops: there may be 100,000 tensors."""
 
@@ -134,19 +151,44 @@ class _Scatter:
         manifest: Manifest,
         segments: Segments,
         intervals: Sequence[Interval],
-        numbers: Sequence[int],
+        which: Ints,
+        lengths: Ints,
     ) -> None:
         self._files, self._entries = files, manifest.files
         self._segments = segments
         self._data = [i.data for i in intervals]
-        self._lengths = np.array([d.numel() for d in self._data], dtype=np.int64)
+        self._lengths = lengths
         self._dtype_names = sorted(set(manifest.tensors.dtypes))
-        code = {name: i for i, name in enumerate(self._dtype_names)}
-        codes = np.array([code[d] for d in manifest.tensors.dtypes], dtype=np.int64)
-        self._code = codes[np.array(numbers, dtype=np.int64)][segments.owner]  # of each segment
+        number = {name: i for i, name in enumerate(self._dtype_names)}
+        codes = _column([number[d] for d in manifest.tensors.dtypes])[which]
+        self._code = codes[segments.owner]  # of each segment
         self._stops = np.append(segments.tasks[1:], len(segments.file))
-        self._on_cuda = any(d.is_cuda for d in self._data)
+        self._on_cuda = any(map(attrgetter("is_cuda"), self._data))
         self._local = threading.local()
+        self._find_direct(codes)
+
+    def _find_direct(self, codes: Ints) -> None:
+        """Which segments can be read straight into place, and where that is: `_direct`, `_place` in `_memory`."""
+        data, segments = self._data, self._segments
+        number = {TORCH_DTYPES[name]: i for i, name in enumerate(self._dtype_names)}
+        # On the CPU, in order, of the type on disk.
+        direct = _column([number.get(d.dtype, -1) for d in data]) == codes
+        if not all(map(torch.Tensor.is_contiguous, data)):
+            direct &= np.array([d.is_contiguous() for d in data])
+        if self._on_cuda or not all(map(attrgetter("is_cpu"), data)):
+            direct &= np.array([d.is_cpu for d in data])
+        self._direct = direct[segments.owner] & (segments.nbytes >= DIRECT_BYTES)
+        self._memory, self._place = memoryview(b""), segments.place
+        if not self._direct.any():
+            return
+        address = np.array([d.data_ptr() for d in data], dtype=np.int64)
+        place = address[segments.owner] + segments.place
+        low = int(place[self._direct].min())
+        high = int((place + segments.nbytes)[self._direct].max())
+        # One view of this process's memory from the first destination to the last: a slice of it costs a tenth of what
+        # a view of a tensor does. Only slices that lie within destinations are taken.
+        self._memory = memoryview((ctypes.c_char * (high - low)).from_address(low)).cast("B")
+        self._place = place - low
 
     def run(self, task: int) -> None:
         """Reads one window's worth of segments, verifies it, and brings it to its destinations."""
@@ -167,37 +209,34 @@ class _Scatter:
         breaks = np.flatnonzero((code[1:] != code[:-1]) | (stops[staged][:-1] != offsets[staged][1:])) + 1
         with torch.no_grad():
             for low, high in itertools.pairwise((0, *breaks.tolist(), len(staged))):
-                self._place(staging, begin, rows.start + staged[low:high])
+                self._copy(staging, begin, rows.start + staged[low:high])
 
-    def _buffers(self, rows: slice, memory: memoryview, begin: int, end: int) -> tuple[list[memoryview], Ints]:
-        """Where the bytes from `begin` to `end` go: destinations that can be read into, `memory` for the rest.
+    def _buffers(self, rows: slice, staging: memoryview, begin: int, end: int) -> tuple[list[memoryview], Ints]:
+        """Where the bytes from `begin` to `end` go: destinations that can be read into, `staging` for the rest.
 
-        Returns the buffers in order, and which of the rows must be copied out of `memory` afterwards.
+        Returns the buffers in order, and which of the rows must be copied out of `staging` afterwards.
         """
         offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
-        every = np.arange(len(offsets), dtype=np.int64)
-        large = np.flatnonzero(counts >= DIRECT_BYTES)
-        if not len(large) or np.any(offsets[:-1] + counts[:-1] > offsets[1:]):  # two want the same bytes
-            return [memory[: end - begin]], every
+        direct = np.flatnonzero(self._direct[rows])
+        if not len(direct) or np.any(offsets[:-1] + counts[:-1] > offsets[1:]):  # two want the same bytes
+            return [staging[: end - begin]], np.arange(len(offsets), dtype=np.int64)
+        first, stop = offsets[direct], (offsets + counts)[direct]
+        place = self._place[rows][direct]
+        memory = self._memory
+        runs = zip(place.tolist(), (place + stop - first).tolist(), strict=True)
+        targets = [memory[low:high] for low, high in runs]
+        # What lies between two of them goes to the staging buffer, at its place.
+        before = np.concatenate(([begin], stop))
+        after = np.concatenate((first, [end]))
         buffers: list[memoryview] = []
-        direct: list[int] = []
-        at = begin
-        for k in large.tolist():
-            row = rows.start + k
-            target = self._view(int(self._segments.owner[row]), int(self._code[row]))
-            if target is None:
-                continue
-            offset, count, place = int(offsets[k]), int(counts[k]), int(self._segments.place[row])
-            if offset > at:
-                buffers.append(memory[at - begin : offset - begin])
-            buffers.append(target[place : place + count])
-            direct.append(k)
-            at = offset + count
-        if end > at:
-            buffers.append(memory[at - begin : end - begin])
-        return buffers, np.delete(every, direct)
+        done = 0
+        for k in np.flatnonzero(after > before).tolist():
+            buffers += targets[done:k]
+            buffers.append(staging[int(before[k]) - begin : int(after[k]) - begin])
+            done = k
+        return buffers + targets[done:], np.flatnonzero(~self._direct[rows])
 
-    def _place(self, staging: torch.Tensor, begin: int, rows: Ints) -> None:
+    def _copy(self, staging: torch.Tensor, begin: int, rows: Ints) -> None:
         """Copies verified bytes of neighbouring segments of one type out of `staging`."""
         dtype = TORCH_DTYPES[self._dtype_names[int(self._code[rows[0]])]]
         offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
@@ -214,15 +253,6 @@ class _Scatter:
                 target.copy_(source)
         else:
             torch._foreach_copy_(targets, list(sources))
-
-    def _view(self, owner: int, code: int) -> memoryview | None:
-        """The destination's bytes, if they can be read into: on the CPU, in order, of the type on disk."""
-        data = self._data[owner]
-        dtype = TORCH_DTYPES[self._dtype_names[code]]
-        if not (data.device.type == "cpu" and data.is_contiguous() and data.dtype == dtype):
-            return None
-        view: memoryview = data.detach().view(torch.uint8).numpy().data
-        return view
 
     def _staging(self, needed: int) -> torch.Tensor:
         staging: torch.Tensor | None = getattr(self._local, "staging", None)

@@ -9,6 +9,7 @@ A checkpoint exists when its manifest does. Files in the folder that the manifes
 import json
 import math
 import re
+import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from rung.launcher.checkpoint.pieces import BadPieces, Pieces, Tensors, join
+from rung.launcher.checkpoint.pieces import BadPieces, Pieces, Tensors, join, without_collector
 from rung.launcher.storage import Store
 from rung.strategies.errors import CheckpointDamaged, StorageError
 
@@ -167,23 +169,47 @@ def step_of(folder_name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def merge(parts: Sequence[Part], meta: Meta) -> Manifest:
+def merge(parts: Sequence[Part], meta: Meta, *, last: Manifest | None = None) -> Manifest:
     """One manifest from what all workers wrote.
+
+    last: what the save before was merged to. Where the workers wrote the same tensors in the same way, as they do
+    from save to save, its tensors are taken over: they have been checked, and their text is there.
 
     Raises `StorageError` if a worker's part is missing, or if the parts together do not hold each element of each
     tensor exactly once; it names the tensor and the elements.
     """
     parts = sorted(parts, key=lambda p: p.rank)
     _check_ranks(parts, meta)
+    values = {name: getattr(meta, name) for name in Meta.__dataclass_fields__}
+    origin = _origin(parts)
+    tensors = last.tensors if last is not None and last.tensors.origin == origin else _join(parts, meta, origin)
+    files = tuple(file for part in parts for file in part.files)
+    return Manifest(**values, tensors=tensors, files=files, folder=folder_of(meta.step))
+
+
+def _origin(parts: Sequence[Part]) -> bytes:
+    """A digest of what the parts say about their tensors; names and hashes of files do not count."""
+    hasher = xxhash.xxh3_128()
+    tables = {table: xxhash.xxh3_128_digest(table.encode()) for table in {part.table for part in parts}}
+    for part in parts:
+        pieces = part.pieces
+        hasher.update(struct.pack("<QQ", len(part.files), len(pieces)) + tables[part.table])
+        for column in (pieces.tensor, pieces.file, pieces.start, pieces.length, pieces.offset):
+            hasher.update(np.ascontiguousarray(column).data)
+    return hasher.digest()
+
+
+@without_collector()
+def _join(parts: Sequence[Part], meta: Meta, origin: bytes) -> Tensors:
     ids: dict[str, int] = {}
     shapes: list[tuple[int, ...]] = []
     dtypes: list[str] = []
     tables: dict[str, np.ndarray[Any, np.dtype[np.int32]]] = {}
     first_files: list[int] = []
-    files: list[FileEntry] = []
+    files = 0
     for part in parts:
-        first_files.append(len(files))
-        files.extend(part.files)
+        first_files.append(files)
+        files += len(part.files)
         if part.table not in tables:
             tables[part.table] = _register(part, ids, shapes, dtypes)
     names = list(ids)
@@ -197,9 +223,7 @@ def merge(parts: Sequence[Part], meta: Meta) -> Manifest:
         )
     except BadPieces as error:
         raise StorageError(f"the checkpoint of step {meta.step} is not whole: {error}", hint=_BUG) from None
-    values = {name: getattr(meta, name) for name in Meta.__dataclass_fields__}
-    tensors = Tensors(names, shapes, dtypes, runs, first)
-    return Manifest(**values, tensors=tensors, files=tuple(files), folder=folder_of(meta.step))
+    return Tensors(names, shapes, dtypes, runs, first, origin=origin)
 
 
 _BUG = "this should not happen; the previous checkpoint stays valid"

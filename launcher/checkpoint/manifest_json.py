@@ -1,9 +1,11 @@
 """A manifest as JSON text and back. Reading trusts nothing: a hostile or damaged file gives an error, never more."""
 
+import itertools
 import json
 import math
 import re
 from collections.abc import Mapping
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from rung.launcher.checkpoint.pieces import (
     START,
     Tensors,
     check_runs,
+    without_collector,
 )
 
 VERSION = 1
@@ -40,10 +43,6 @@ Kind = TypeVar("Kind")
 
 def dump(manifest: Manifest) -> bytes:
     """The manifest as JSON, with a hash of its own text in front."""
-    tensors = manifest.tensors
-    rows = tensors.runs[:, [FILE, START, LENGTH, OFFSET, COUNT, FILE_STEP]].tolist()
-    pieces = [row if row[4] > 1 else row[:4] for row in rows]
-    first = tensors.first.tolist()
     body = {
         "format": _FORMAT,
         "version": VERSION,
@@ -54,17 +53,36 @@ def dump(manifest: Manifest) -> bytes:
         "trainer": dict(manifest.trainer),
         "aliases": dict(manifest.aliases),
         "files": [[f.name, f.size, f.block_bytes, f.hashes.hex()] for f in manifest.files],
-        "tensors": {
-            name: {"shape": shape, "dtype": dtype, "pieces": pieces[a:b]}
-            for name, shape, dtype, a, b in zip(
-                tensors.names, tensors.shapes, tensors.dtypes, first[:-1], first[1:], strict=True
-            )
-        },
     }
-    text = json.dumps(body, separators=(",", ":")).encode()
-    return (_HEAD % xxhash.xxh3_64_hexdigest(text)).encode() + text + b"}\n"
+    text = json.dumps(body, separators=(",", ":"))
+    whole = f'{text[:-1]},"tensors":{_tensors_text(manifest.tensors)}}}'.encode()
+    return (_HEAD % xxhash.xxh3_64_hexdigest(whole)).encode() + whole + b"}\n"
 
 
+def _tensors_text(tensors: Tensors) -> str:
+    """The tensors as JSON: name to shape, dtype and pieces. Kept with them, as saves of a run seldom differ in it."""
+    if tensors.text is None:
+        columns = [tensors.runs[:, which].tolist() for which in (FILE, START, LENGTH, OFFSET, COUNT, FILE_STEP)]
+        # Put together by hand: 100,000 tensors take json.dumps, and the objects that it wants, five times as long.
+        pieces = [
+            f"[{file},{start},{length},{offset}]"
+            if count == 1
+            else f"[{file},{start},{length},{offset},{count},{step}]"
+            for file, start, length, offset, count, step in zip(*columns, strict=True)
+        ]
+        first = tensors.first.tolist()
+        if len(pieces) != len(tensors) or first != list(range(len(tensors) + 1)):
+            pieces = [",".join(pieces[a:b]) for a, b in itertools.pairwise(first)]
+        shapes = {shape: json.dumps(shape, separators=(",", ":")) for shape in set(tensors.shapes)}
+        entries = [
+            f'{quoted(name)}:{{"shape":{shapes[shape]},"dtype":"{dtype}","pieces":[{each}]}}'
+            for name, shape, dtype, each in zip(tensors.names, tensors.shapes, tensors.dtypes, pieces, strict=True)
+        ]
+        tensors.text = "{" + ",".join(entries) + "}"
+    return tensors.text
+
+
+@without_collector()
 def parse(data: bytes, folder: str) -> Manifest:
     """The manifest in `data`. Raises `ValueError` saying what is wrong with it."""
     if len(data) > LIMIT_BYTES:

@@ -6,8 +6,10 @@ of files `file, file + file_step, ...`. Under ZeRO-3 each of 4,096 workers holds
 million pieces, but about a thousand runs. numpy only; no torch.
 """
 
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +27,19 @@ ITEM_BYTES = {
 
 # The columns of `Tensors.runs`.
 START, LENGTH, COUNT, FILE, FILE_STEP, OFFSET = range(6)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """No garbage collection for a moment. Each 100,000 new lists make it look at every object there is, several times:
+    reading the manifest of as many tensors takes twice as long with it, and leaves nothing for it to find."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class BadPieces(ValueError):
@@ -46,19 +61,38 @@ class Pieces:
 
 
 class Tensors:
-    """All tensors of a checkpoint, by columns. `runs[first[i] : first[i + 1]]` are those of tensor i, by start."""
+    """All tensors of a checkpoint, by columns. `runs[first[i] : first[i + 1]]` are those of tensor i, by start.
 
-    __slots__ = ("dtypes", "first", "index", "names", "runs", "shapes")
+    origin: a digest of the parts that they were merged from; empty if they were not. text: their JSON, once made.
+    """
+
+    __slots__ = ("_index", "dtypes", "first", "names", "origin", "runs", "shapes", "text")
 
     def __init__(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], runs: Ints, first: Ints
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtypes: Sequence[str],
+        runs: Ints,
+        first: Ints,
+        *,
+        origin: bytes = b"",
     ) -> None:
         self.names = tuple(names)
         self.shapes = tuple(shapes)
         self.dtypes = tuple(dtypes)
         self.runs = runs
         self.first = first
-        self.index = {name: i for i, name in enumerate(self.names)}
+        self.origin = origin
+        self.text: str | None = None
+        self._index: dict[str, int] | None = None
+
+    @property
+    def index(self) -> dict[str, int]:
+        """The number of each tensor, by name."""
+        if self._index is None:
+            self._index = dict(zip(self.names, range(len(self.names)), strict=True))
+        return self._index
 
     def __len__(self) -> int:
         return len(self.names)

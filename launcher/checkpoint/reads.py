@@ -153,6 +153,10 @@ def first_bad_block(entry: FileEntry, first_block: int, buffers: Sequence[memory
     """(block, expected hash, found hash) of the first block that differs from what was written; None if none does."""
     block, left, hasher = first_block, entry.block_bytes, None
     for buffer in buffers:
+        if hasher is not None and len(buffer) < left:  # the usual case among many small ones
+            hasher.update(buffer)
+            left -= len(buffer)
+            continue
         at = 0
         while at < len(buffer):
             part = buffer[at : at + left]

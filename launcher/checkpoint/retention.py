@@ -49,6 +49,13 @@ def best_of(keep_best: str | None) -> tuple[str | None, bool]:
     return keep_best.strip(), False
 
 
+def kept(manifest: Manifest, keep_best: str | None) -> Kept:
+    """What retention looks at in a manifest."""
+    metric, _ = best_of(keep_best)
+    value = manifest.metrics.get(metric) if metric is not None else None
+    return Kept(step=manifest.step, folder=manifest.folder, healthy=manifest.healthy, metric=value)
+
+
 def prune(store: Store, *, keep: int, keep_best: str | None = None, known: dict[str, Kept] | None = None) -> list[str]:
     """Deletes what `plan_retention` says; returns the folders. Call it after a commit, from one process.
 
@@ -56,10 +63,10 @@ def prune(store: Store, *, keep: int, keep_best: str | None = None, known: dict[
     `known` remembers, between calls, what manifests said, so that each is read once.
     """
     known = {} if known is None else known
-    metric, higher = best_of(keep_best)
+    _, higher = best_of(keep_best)
     folders = [info.folder for info in find(store)]
     for folder in folders:
-        if folder not in known and (kept := _look(store, folder, metric)) is not None:
+        if folder not in known and (kept := _look(store, folder, keep_best)) is not None:
             known[folder] = kept
     doomed = plan_retention([known[f] for f in folders if f in known], keep=keep, higher_is_better=higher)
     for each in doomed:
@@ -94,13 +101,12 @@ def sweep(store: Store, *, live: Collection[str] = ()) -> list[str]:
     return deleted
 
 
-def _look(store: Store, folder: str, metric: str | None) -> Kept | None:
+def _look(store: Store, folder: str, keep_best: str | None) -> Kept | None:
     try:
         manifest = Manifest.read(store, folder)
     except (CheckpointDamaged, ObjectMissing):
         return None
-    value = manifest.metrics.get(metric) if metric is not None else None
-    return Kept(step=manifest.step, folder=folder, healthy=manifest.healthy, metric=value)
+    return kept(manifest, keep_best)
 
 
 def _leftovers(store: Store, folder: str) -> Sequence[str]:

@@ -9,22 +9,35 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import xxhash
 
-from rung.launcher.checkpoint.layout import BLOCK_BYTES, FileLayout, Group, Layout, Signature, lay_out, signature
+from rung.launcher.checkpoint.layout import (
+    BLOCK_BYTES,
+    Columns,
+    FileLayout,
+    Group,
+    Layout,
+    columns_of,
+    lay_out,
+    signature,
+)
 from rung.launcher.checkpoint.manifest import FileEntry, Part, folder_of
 from rung.launcher.storage import Store
 from rung.strategies.errors import RungError, StorageError
 from rung.strategies.shards import Interval
 
 WRITERS = 4
+
+Saved = tuple[int, Layout, Mapping[str, Any]]  # step, what lies where in the buffer, meta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +76,9 @@ class Saver:
         self._on_part, self._on_failure = on_part, on_failure
         self._numbers = itertools.count(1)  # next() on it is safe in several threads
         self._layout: Layout | None = None
-        self._signature: Signature = []
+        self._columns: Columns | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._saved: tuple[int, Layout, Mapping[str, Any]] | None = None  # what the buffer holds
+        self._saved: Saved | None = None  # what the buffer holds
         self._thread: threading.Thread | None = None
         self._error: RungError | None = None
         self._last_part: Part | None = None
@@ -78,21 +91,46 @@ class Saver:
         began = time.perf_counter()
         self.wait()
         waited = time.perf_counter()
-        wanted = signature(intervals)
-        if self._layout is None or wanted != self._signature:
-            self._layout, self._signature = lay_out(wanted), wanted
-        layout = self._layout
-        self._reserve(layout.buffer_bytes, pinned=any(i.data.is_cuda for i in intervals))
+        columns = columns_of(intervals)
+        if self._layout is None or columns != self._columns:
+            self._layout, self._columns = lay_out(signature(columns)), columns
+        layout, data = self._layout, [i.data for i in intervals]
+        on_cuda = any(map(attrgetter("is_cuda"), data))
+        self._reserve(layout.buffer_bytes, pinned=on_cuda)
         self._saved = None
-        for file in layout.files:
-            _fill(self._buffer, file.begin, file, intervals, gather=True)
-        if any(i.data.is_cuda for i in intervals):
-            torch.cuda.current_stream().synchronize()
-        self._saved = (step, layout, dict(meta or {}))
-        thread = threading.Thread(target=self._run, args=(self._saved,), name=f"save-{step}", daemon=True)
-        thread.start()  # fails where there is no memory for its stack
-        self._thread = thread
+        self._copy((step, layout, dict(meta or {})), data, on_cuda=on_cuda)
         return Blocked(waited_s=waited - began, copied_s=time.perf_counter() - waited)
+
+    def _copy(self, saved: Saved, data: Sequence[torch.Tensor], *, on_cuda: bool) -> None:
+        """Brings all files into the buffer, and hands them to the thread that writes them."""
+        step, layout, _ = saved
+        filled: SimpleQueue[int | None] = SimpleQueue()
+
+        def hand_over(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                filled.put(number)
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, args=(saved, filled), name=f"save-{step}", daemon=True)
+                thread.start()  # fails where there is no memory for its stack
+                self._thread = thread
+
+        last: list[int] = []
+        try:
+            for number, file in enumerate(layout.files):
+                _fill(self._buffer, file.begin, file, data, gather=True)
+                # The copy of many small tensors is bound by the calls, so that writing beside it costs nothing; that of
+                # large ones by memory, which writing would take a part of.
+                if file.scattered and not on_cuda:
+                    hand_over([number])
+                else:
+                    last.append(number)
+            if on_cuda:
+                torch.cuda.current_stream().synchronize()
+        except BaseException:
+            filled.put(None)
+            raise
+        self._saved = saved
+        hand_over(last)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until the last save is durable; false if it is not within `timeout_s`. Raises its error, once."""
@@ -116,7 +154,7 @@ class Saver:
         if self._saved is None:
             raise StorageError("there is no snapshot that could be saved elsewhere")
         step, layout, meta = self._saved
-        return self._write(store, step, layout, meta)
+        return self._write(store, step, layout, meta, range(len(layout.files)))
 
     def emergency(
         self,
@@ -136,15 +174,15 @@ class Saver:
             running.join(timeout_s)
         if self._last_part is not None and self._last_part.step == step:
             return self._last_part
-        layout = lay_out(signature(intervals))
+        layout, data = lay_out(signature(columns_of(intervals))), [i.data for i in intervals]
         needed = max((f.size for f in layout.files), default=0)
         bounce = torch.empty(needed, dtype=torch.uint8)
         began, entries = time.perf_counter(), []
         # The current stream may wait for a collective that never ends.
-        on_cuda = any(i.data.is_cuda for i in intervals)
+        on_cuda = any(map(attrgetter("is_cuda"), data))
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():  # type: ignore[no-untyped-call]
             for file in layout.files:
-                _fill(bounce, 0, file, intervals, gather=False)
+                _fill(bounce, 0, file, data, gather=False)
                 if on_cuda:
                     torch.cuda.current_stream().synchronize()
                 view = _bytes_of(bounce[: file.size])
@@ -166,35 +204,42 @@ class Saver:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
 
-    def _run(self, saved: tuple[int, Layout, Mapping[str, Any]]) -> None:
+    def _run(self, saved: Saved, filled: "SimpleQueue[int | None]") -> None:
         step, layout, meta = saved
         try:
-            part = self._write(self._store, step, layout, meta)
+            part = self._write(self._store, step, layout, meta, _each(filled, len(layout.files)))
             self._last_part = part
             self._on_part(part)
+        except _Abandoned:
+            return  # the copy failed, which `snapshot` raised
         except BaseException as error:  # a thread has nobody to raise to: whatever it is, it is handed on
             mine = error if isinstance(error, RungError) else StorageError(f"saving step {step} failed: {error!r}")
             self._error = mine
             if self._on_failure is not None:
                 self._on_failure(step, mine)
 
-    def _write(self, store: Store, step: int, layout: Layout, meta: Mapping[str, Any]) -> Part:
+    def _write(self, store: Store, step: int, layout: Layout, meta: Mapping[str, Any], filled: Iterable[int]) -> Part:
+        """Writes the files, each as soon as its number comes out of `filled`."""
         began = time.perf_counter()
         names = [self._next_name() for _ in layout.files]
         folder = folder_of(step)
         store.require_free(sum(f.size for f in layout.files))
 
-        def one(file: FileLayout, name: str) -> FileEntry:
+        def one(number: int) -> FileEntry:
+            file, name = layout.files[number], names[number]
             view = _bytes_of(self._buffer[file.begin : file.begin + file.size])
             store.write(f"{folder}/{name}", view)
             return _entry(name, view)
 
+        pool = ThreadPoolExecutor(max_workers=max(1, min(WRITERS, store.parallel, len(layout.files))))
         try:
-            with ThreadPoolExecutor(max_workers=min(WRITERS, store.parallel)) as pool:
-                entries = list(pool.map(one, layout.files, names))
+            running = {number: pool.submit(one, number) for number in filled}
+            entries = [running[number].result() for number in range(len(layout.files))]
         except BaseException:
+            pool.shutdown(cancel_futures=True)
             self._forget(store, [f"{folder}/{name}" for name in names])
             raise
+        pool.shutdown()
         return self._part(step, layout, entries, meta, time.perf_counter() - began)
 
     def _forget(self, store: Store, paths: list[str]) -> None:
@@ -233,35 +278,46 @@ def _entry(name: str, view: memoryview) -> FileEntry:
     return FileEntry(name=name, size=len(view), block_bytes=BLOCK_BYTES, hashes=b"".join(digests))
 
 
-def _fill(buffer: torch.Tensor, at: int, file: FileLayout, intervals: Sequence[Interval], *, gather: bool) -> None:
+class _Abandoned(Exception):
+    """The state could not be copied, so that there is nothing to write."""
+
+
+def _each(filled: "SimpleQueue[int | None]", count: int) -> Iterator[int]:
+    """The numbers of the files, as they are filled."""
+    for _ in range(count):
+        number = filled.get()
+        if number is None:
+            raise _Abandoned
+        yield number
+
+
+def _fill(buffer: torch.Tensor, at: int, file: FileLayout, data: Sequence[torch.Tensor], *, gather: bool) -> None:
     """Brings one file, header and data, into `buffer` from byte `at` on. `gather` allows a little device memory."""
     buffer[at : at + len(file.header)] = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
     shift = at - file.begin
     for group in file.groups:
         target = buffer[group.begin + shift : group.begin + shift + group.nbytes].view(group.dtype)
-        _copy(target, group, intervals, gather=gather)
+        _copy(target, group, data, gather=gather)
 
 
-def _copy(target: torch.Tensor, group: Group, intervals: Sequence[Interval], *, gather: bool) -> None:
+def _copy(target: torch.Tensor, group: Group, data: Sequence[torch.Tensor], *, gather: bool) -> None:
     if group.whole:
-        sources = [intervals[i].data for i, _, _ in group.items]
+        sources = [data[i] for i, _, _ in group.items]
     else:
-        sources = [intervals[i].data[first : first + count] for i, first, count in group.items]
-    if len(sources) > 1:
-        devices, dtypes = {s.device for s in sources}, {s.dtype for s in sources}
-        if dtypes == {group.dtype} and len(devices) == 1:
-            # One call for many small tensors: a tenth of the time of a copy each.
-            if devices == {target.device}:
-                with torch.no_grad():
-                    torch.cat(sources, out=target)
+        sources = [data[i][first : first + count] for i, first, count in group.items]
+    if len(sources) > 1 and set(map(attrgetter("dtype"), sources)) == {group.dtype}:
+        # One call for many small tensors: a tenth of the time of a copy each.
+        if all(map(attrgetter("is_cpu"), sources)):
+            with torch.no_grad():
+                torch.cat(sources, out=target)
+            return
+        if gather and len(set(map(attrgetter("device"), sources))) == 1:
+            try:
+                target.copy_(torch.cat([s.detach() for s in sources]), non_blocking=True)
+            except torch.cuda.OutOfMemoryError:
+                pass  # then one by one, below
+            else:
                 return
-            if gather:
-                try:
-                    target.copy_(torch.cat([s.detach() for s in sources]), non_blocking=True)
-                except torch.cuda.OutOfMemoryError:
-                    pass  # then one by one, below
-                else:
-                    return
     start = 0
     for source in sources:
         run = target[start : start + source.numel()]
