@@ -48,6 +48,7 @@ class Failure:
     at: seconds since the epoch when it was caught. error: the exception itself where it is a RungError, else None.
     traceback: from the first frame that is not rung's. oom: which memory ran out, if any did. peer: it only says that
     another worker went away or did not answer, so it follows from a failure and is not one. hung: a wait ran out.
+    missing: it comes from an import of something that is not installed.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class Failure:
     oom: OomKind | None = None
     peer: bool = False
     hung: bool = False
+    missing: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,7 @@ def describe(rank: int, error: BaseException, *, at: float) -> Failure:
         oom=oom_kind(error),
         peer=any(_peer(link) for link in chain(error)),
         hung=any(_timeout(link) for link in chain(error)),
+        missing=any(isinstance(link, ModuleNotFoundError) for link in chain(error)),
     )
 
 
@@ -244,7 +247,7 @@ def _cause_of_failure(failure: Failure, facts: Facts) -> Cause:
         return Cause.HUNG
     if failure.peer:
         return Cause.LOST_WORKER
-    if failure.type_name in {"ImportError", "ModuleNotFoundError"}:
+    if failure.missing or failure.type_name == "ImportError":
         return Cause.DEPENDENCY
     return Cause.USER_EXCEPTION
 

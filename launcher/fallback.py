@@ -166,7 +166,7 @@ def _without_what_is_missing(history: Sequence[Tried], ladder: Ladder, rules: Ru
 
 def _places(plan: Plan) -> set[str]:
     """Where it offloads to: what it needs beyond PyTorch and DeepSpeed depends on that."""
-    return {plan.offload_optimizer, plan.offload_parameters} - {"none"}
+    return {str(where) for where in (plan.offload_optimizer, plan.offload_parameters) if where != "none"}
 
 
 def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
