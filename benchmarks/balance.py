@@ -4,8 +4,9 @@
 
 half: two workers, each on a core of its own, one of which a burner process shares. quota: three workers whose control
 groups give them 1/5, 2/5 and 4/5 of a core (needs to be root; nothing else makes devices 1 : 2 : 4 of two cores). Each
-round measures every device alone, then the group with equal shares, then the group with `devices.balance: on`, by the
-wall clock of its steps. Prints samples per second, and the median of the ratios over all rounds.
+round measures the devices as single workers apart, then the group with equal shares, then the group with
+`devices.balance: on`, by the wall clock of its steps. Prints samples per second, and the median of the ratios over all
+rounds.
 """
 
 import contextlib
@@ -17,10 +18,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 TASK = '''
 import os
+import time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -36,6 +39,7 @@ class Heavy:
         if groups := os.environ.get("GROUPS"):
             with open(groups.split(",")[place] + "/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))
+        self.place, self.calls = place, 0
         return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())))
 
     def dataset(self, split):
@@ -44,6 +48,13 @@ class Heavy:
         return None
 
     def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 7 and "MEET" in os.environ:  # those that are measured apart begin together
+            folder = os.environ["MEET"]
+            open(f"{folder}/{self.place}", "w").close()
+            until = time.monotonic() + 30
+            while len(os.listdir(folder)) < len(os.environ["CORES"].split(",")) and time.monotonic() < until:
+                time.sleep(0.01)
         return (model(batch[0]) - batch[0]).square().mean()
 '''
 JOB = {
@@ -74,21 +85,35 @@ def speed(batch: int, seconds: list[float]) -> float:
     return batch * len(seconds) / sum(seconds)
 
 
-def rounds_of(folder: Path, env: dict[str, str], ranks: int, batch: int, rounds: int) -> None:
-    """Measures and prints."""
+def apart(folder: Path, env: dict[str, str], batch: int, steps: list[int]) -> list[float]:
+    """Speeds of single workers that know nothing of each other, all at the same time, since cores share caches and,
+    as hyperthreads, their units: a core beside an idle one is faster than it can be in a group."""
+    env = {**env, "MEET": tempfile.mkdtemp(dir=folder)}
+    homes = [folder / f"apart-{place}" for place in range(len(steps))]
+    for home in homes:
+        home.mkdir(exist_ok=True)
+        (home / "task.py").write_text(TASK)
+    with ThreadPoolExecutor(len(steps)) as pool:
+        runs = [
+            pool.submit(run, home, env, place=place, batch=batch, steps=10 + many, count=1)
+            for place, (home, many) in enumerate(zip(homes, steps, strict=True))
+        ]
+        return [speed(batch, one.result()[0][7:]) for one in runs]
+
+
+def rounds_of(folder: Path, env: dict[str, str], parts: list[float], batch: int, rounds: int) -> None:
+    """Measures and prints. `parts`: what each device has of a core."""
+    ranks = len(parts)
     balanced, even = [], []
     for _ in range(rounds):
-        alone = []
-        for place in range(ranks):
-            seconds, _ = run(folder, env, place=place, batch=batch // ranks, steps=20, count=1)
-            alone.append(speed(batch // ranks, seconds[5:]))
+        alone = apart(folder, env, batch // ranks, [int(100 * part / max(parts)) for part in parts])
         seconds, _ = run(folder, env, batch=batch, steps=20, count=ranks, balance=False)
         equal = speed(batch, seconds[5:])
         seconds, notes = run(folder, env, batch=batch, steps=70, count=ranks, balance=True)
         shared = speed(batch, seconds[30:])
         balanced.append(shared / sum(alone))
         even.append(equal / sum(alone))
-        print(f"alone {', '.join(f'{s:.1f}' for s in alone)} samples/s, together {sum(alone):.1f}; equal shares "
+        print(f"apart {', '.join(f'{s:.1f}' for s in alone)} samples/s, in sum {sum(alone):.1f}; equal shares "
               f"{equal:.1f} ({even[-1]:.0%}); balanced {shared:.1f} ({balanced[-1]:.1%})", flush=True)  # fmt: skip
         print("  " + "\n  ".join(notes), flush=True)
     print(
@@ -146,13 +171,14 @@ def main(arguments: list[str]) -> int:
         if "half" in cases:
             print(f"half: rank 0 on core {cores[0]}; rank 1 on core {cores[1]}, beside a burner", flush=True)
             with burner(cores[1]):
-                rounds_of(folder, {"CORES": f"{cores[0]},{cores[1]}"}, 2, 64, rounds)
+                rounds_of(folder, {"CORES": f"{cores[0]},{cores[1]}"}, [1.0, 0.5], 64, rounds)
         if "quota" in cases:
             print("quota: 1/5, 2/5 and 4/5 of a core, by control groups", flush=True)
             try:
-                with quotas([0.2, 0.4, 0.8]) as groups:
+                parts = [0.2, 0.4, 0.8]
+                with quotas(parts) as groups:
                     env = {"CORES": f"{cores[1]},{cores[1]},{cores[0]}", "GROUPS": ",".join(groups)}
-                    rounds_of(folder, env, 3, 63, rounds)
+                    rounds_of(folder, env, parts, 63, rounds)
             except OSError as error:
                 print(f"not measured: {error}")
     return 0
