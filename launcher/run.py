@@ -156,7 +156,7 @@ def fall_back(context: Context, recovery: Recovery, outcome: Outcome) -> None:
         raise failure(outcome, decision)
     kept = max(context.keeper.committed_step, 0)
     lost = (
-        f"no step is lost (step {kept:,})" if kept == outcome.step else f"from step {outcome.step:,} back to {kept:,}"
+        f"no step is lost (step {kept:,})" if kept >= outcome.step else f"from step {outcome.step:,} back to {kept:,}"
     )
     view = context.view
     view.say(f"failed     {outcome.headline or outcome.cause.value}", style="yellow")
