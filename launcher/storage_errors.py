@@ -146,6 +146,9 @@ _BY_CLASS = {
     # google
     "gcsfs.retry.HttpError": Trouble.REFUSED,
     "gcsfs.retry.ChecksumError": Trouble.TRANSIENT,
+    "gcsfs.retry.NonRetryableError": Trouble.REFUSED,
+    "google.api_core.exceptions.RetryError": Trouble.TRANSIENT,
+    "google.api_core.exceptions.GoogleAPIError": Trouble.REFUSED,
     "google.auth.exceptions.TransportError": Trouble.TRANSIENT,
     "google.auth.exceptions.GoogleAuthError": Trouble.DENIED,
     "requests.exceptions.ConnectionError": Trouble.TRANSIENT,

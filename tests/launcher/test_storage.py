@@ -152,11 +152,15 @@ BACKENDS = [
     "azure.core.exceptions",
     "aiohttp.client_exceptions",
     "fsspec.exceptions",
+    "gcsfs.retry",
+    "google.api_core.exceptions",
+    "google.auth.exceptions",
 ]
 
 
 @pytest.mark.parametrize("module", BACKENDS)
 def test_every_error_class_of_the_backends_has_an_entry(module):
+    pytest.importorskip(module)
     classes = [
         c
         for _, c in inspect.getmembers(importlib.import_module(module), inspect.isclass)
