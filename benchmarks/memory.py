@@ -50,8 +50,13 @@ class Results:
 
     def __init__(self, file: Path | None) -> None:
         self.file = file
-        there = file.read_text().splitlines() if file is not None and file.is_file() else []
-        self.rows: list[dict[str, object]] = [json.loads(line) for line in there]
+        self.rows: list[dict[str, object]] = []
+        self.look()
+
+    def look(self) -> None:
+        """Reads what is there: other calls may be measuring at the same time."""
+        if self.file is not None and self.file.is_file():
+            self.rows = [json.loads(line) for line in self.file.read_text().splitlines()]
 
     def add(self, **row: object) -> None:
         """Keeps one measurement."""
@@ -126,12 +131,15 @@ def run_rows(keys: list[tuple[Case, str, int]], results: Results, options: argpa
     """Measures what is still open, until the time is over."""
     until = time.monotonic() + options.seconds
     profiles = None if results.file is None else results.file.parent / "memory-profiles"
+    # The middle size of each first, so that a part of the table says something of all.
+    keys = sorted(keys, key=lambda key: key[2] != key[0].micro_batches[1])
     capped = keys[:: options.caps] if options.caps else []
     for (case, way, micro), tight in [*((key, False) for key in keys), *((key, True) for key in capped)]:
         key, plan = (case.name, way, micro), plan_of(case, way, micro)
         if time.monotonic() > until:
             print(f"stopped after {options.seconds} s; call again to go on")
             return
+        results.look()
         cap = predicted(profile_of(case, profiles), plan)[1] if tight else 0
         if results.verdict(key, cap) if tight else results.peak(key):
             continue

@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +29,17 @@ from rung.strategies.plan import Plan
 def cache_folder() -> Path:
     """Where results are kept between launches: `$XDG_CACHE_HOME/rung`, else `~/.cache/rung`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rung"
+
+
+def keep_whole(path: Path, text: str) -> None:
+    """Writes a file of the cache whole or not at all; a cache that cannot be written is done without."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+            f.write(text)
+        os.replace(f.name, path)  # noqa: PTH105 - the temporary file is a name
+    except OSError as error:
+        print(f"rung: {path.name} is not kept: {error}", file=sys.stderr)
 
 
 def scratch_folder(job: Job) -> Path:

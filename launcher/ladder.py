@@ -8,9 +8,11 @@ from rung.launcher.attempt import Context
 from rung.launcher.calibrations import factors_for
 from rung.launcher.fallback import Recovery
 from rung.launcher.job import Job
+from rung.launcher.machines import inventory_of, usable_cores
 from rung.launcher.planner import Ladder, plan_ladder, with_threads
 from rung.launcher.profiling import find_profile, worth_it
 from rung.launcher.report import show_plan
+from rung.launcher.speeds import find_speed
 from rung.launcher.watch.progress import View
 
 
@@ -29,7 +31,10 @@ def _ladder(job: Job, hardware: Hardware | Inventory, view: View) -> Ladder:
     if profile is None:
         view.say(f"note       {trouble}", style="yellow")
         return simple
-    return plan_ladder(job, hardware, profile, factors=factors_for(profile.digest))
+    machines = hardware
+    if simple.best.device == "cpu" and isinstance(hardware, Hardware):
+        machines = inventory_of(hardware, find_speed(usable_cores(hardware)))
+    return plan_ladder(job, machines, profile, factors=factors_for(profile.digest))
 
 
 def replan(context: Context, recovery: Recovery) -> None:

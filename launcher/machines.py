@@ -9,6 +9,7 @@ from rung.cluster.hardware import Hardware
 from rung.launcher.steptime import Setting
 from rung.strategies.memory import DeviceFacts, HostFacts
 from rung.strategies.plan import DeviceType
+from rung.strategies.speed import Rates, Speed
 
 # More workers than this on one CPU are never planned unless asked for.
 MOST_CPU_WORKERS = 8
@@ -138,12 +139,10 @@ class Pool:
         host = node.host
         threads = max(1, host.cores // per_node)
         share = threads / host.cores * (1.0 if per_node <= host.cores else host.cores / per_node)
-        slice_ = replace(
-            device,
-            flops={name: rate * share for name, rate in device.flops.items()},
-            bytes_per_s=device.bytes_per_s * share,
-            launch_s=device.launch_s * max(1.0, per_node / host.cores),
-        )
+        if per_node > 1 and device.core is not None:
+            slice_ = _scaled(device.core, share * host.cores, max(1.0, per_node / host.cores))
+        else:
+            slice_ = _scaled(device, share, max(1.0, per_node / host.cores))
         link = LINKS["memory"] if nodes == 1 else self.network
         setting = Setting(
             device=slice_,
@@ -156,29 +155,49 @@ class Pool:
         return Choice(setting=setting, free_bytes=host.free_bytes // per_node, threads=threads)
 
 
-def inventory_of(hardware: Hardware | Inventory) -> Inventory:
-    """An Inventory as it is, or from what the probe of this machine found (`rung.cluster.hardware.Hardware`)."""
+def _scaled(device: DeviceFacts, by: float, slower: float) -> DeviceFacts:
+    """`by` times the rates, and each operation `slower` to start."""
+    return replace(
+        device,
+        flops={name: rate * by for name, rate in device.flops.items()},
+        bytes_per_s=device.bytes_per_s * by,
+        stream_bytes_per_s=device.stream_bytes_per_s * by,
+        fresh_bytes_per_s=device.fresh_bytes_per_s * by,
+        launch_s=device.launch_s * slower,
+    )
+
+
+def usable_cores(hardware: Hardware) -> int:
+    """Whole cores that this process may use."""
+    host = hardware.host
+    return max(1, min(int(host.cpus), host.physical_cpus or int(host.cpus)))
+
+
+def inventory_of(hardware: Hardware | Inventory, speed: Speed | None = None) -> Inventory:
+    """An Inventory as it is, or from what the probe of this machine found (`rung.cluster.hardware.Hardware`). `speed`:
+    what was measured of its cores."""
     if isinstance(hardware, Inventory):
         return hardware
     host = hardware.host
     facts = HostFacts(
         total_bytes=host.memory_total_bytes,
         free_bytes=host.memory_available_bytes,
-        cores=max(1, min(int(host.cpus), host.physical_cpus or int(host.cpus))),
+        cores=usable_cores(hardware),
         disk_bytes=host.disk_free_bytes,
     )
     devices = tuple(_device(device) for device in hardware.devices if device.kind != "cpu")
-    devices += (cpu_device(facts, bf16=host.cpu_bf16),)
+    devices += (cpu_device(facts, bf16=host.cpu_bf16, speed=speed),)
     link = default_link(devices)
     if any(link_.kind in ("nvlink", "xgmi") for device in hardware.devices for link_ in device.links):
         link = LINKS["xgmi" if any(device.vendor == "amd" for device in hardware.devices) else "nvlink3"]
     return Inventory(nodes=(Node(devices=devices, host=facts, link=link),), network=LINKS["memory"])
 
 
-def cpu_device(host: HostFacts, *, bf16: bool = False) -> DeviceFacts:
-    """All cores of a host as one device. Rates are those of an ordinary server core with AVX2; they order plans."""
+def cpu_device(host: HostFacts, *, bf16: bool = False, speed: Speed | None = None) -> DeviceFacts:
+    """All cores of a host as one device. Without a measured `speed`, rates are those of an ordinary server core with
+    AVX2; they order plans."""
     rate = 2.5e10 * host.cores
-    return DeviceFacts(
+    device = DeviceFacts(
         kind="cpu",
         name=f"CPU with {host.cores} cores",
         total_bytes=host.total_bytes,
@@ -189,6 +208,22 @@ def cpu_device(host: HostFacts, *, bf16: bool = False) -> DeviceFacts:
         efficiency=0.8,
         launch_s=8e-6,
         bf16=bf16,
+    )
+    if speed is None:
+        return device
+    whole, core = (_as_measured(device, rates, speed.launch_s) for rates in (speed.whole, speed.core))
+    return replace(whole, core=core)
+
+
+def _as_measured(device: DeviceFacts, rates: Rates, launch_s: float) -> DeviceFacts:
+    by = rates.flops / device.flops["fp32"]
+    return replace(
+        device,
+        flops={name: rate * by for name, rate in device.flops.items()},
+        bytes_per_s=rates.bytes_per_s,
+        stream_bytes_per_s=rates.stream_bytes_per_s,
+        fresh_bytes_per_s=rates.fresh_bytes_per_s,
+        launch_s=launch_s,
     )
 
 

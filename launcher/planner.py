@@ -22,6 +22,8 @@ from rung.strategies.profile import Profile
 WORKER_HOST_BYTES = 200 * MIB
 # How much slower ZeRO is taken to be where DDP fits too.
 ZERO_HANDICAP = 1.1
+# The same for several processes on one CPU, which hold everything as many times.
+PROCESSES_HANDICAP = 1.1
 _SIMPLEST = {"single": 0, "ddp": 1, "zero1": 2, "zero2": 3, "zero3": 4}
 _OFFLOADS: tuple[tuple[StrategyName, Offload, Offload], ...] = (
     ("zero2", "host", "none"),
@@ -35,11 +37,13 @@ _OFFLOADS: tuple[tuple[StrategyName, Offload, Offload], ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One plan with what was predicted for it; no account or time where there is no profile."""
+    """One plan with what was predicted for it; no account or time where there is no profile. `per_node`: its workers
+    on one machine."""
 
     plan: Plan
     account: Account | None = None
     time: StepTime | None = None
+    per_node: int = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +112,7 @@ def plan_ladder(job: Any, hardware: Any, profile: Profile | None = None, *, fact
         why = "no plan is sure to fit; this one is the nearest to it"
         best = replace(hopes[0], plan=hopes[0].plan.with_(reasons={**hopes[0].plan.reasons, "strategy": why}))
         return Ladder(rungs=(best, *hopes[1:]), rejected=tuple(rejected), notes=_notes(query))
-    ample = {rung.plan.devices for rung in rungs if rung.plan.strategy == "ddp"}
+    ample = {rung.plan.devices for rung in rungs if rung.plan.strategy in ("single", "ddp")}
     rungs.sort(key=lambda rung: _order(query, rung, ample))
     rejected.sort(key=lambda entry: (_SIMPLEST[entry.plan.strategy], entry.short_bytes))
     rungs[0] = replace(rungs[0], plan=_explained(query, rungs))
@@ -311,7 +315,7 @@ def _judge(query: _Query, plan: Plan, choice: Choice, *, sure: bool = True) -> R
         predicted_step_s=time.total_s,
         reasons=_reasons(query, plan, account),
     )
-    return Rung(plan=plan, account=account, time=time)
+    return Rung(plan=plan, account=account, time=time, per_node=choice.setting.per_node)
 
 
 def _disk_bytes(profile: Profile, plan: Plan) -> int:
@@ -335,6 +339,8 @@ def _order(query: _Query, rung: Rung, ample: set[int]) -> tuple[float, ...]:
         devices = plan.devices if query.pool.kind == "cpu" else -plan.devices
         return (devices, *map(float, frugal))
     handicap = ZERO_HANDICAP if plan.zero_stage and plan.devices in ample else 1.0
+    if plan.device == "cpu" and rung.per_node > 1 and 1 in ample:
+        handicap *= PROCESSES_HANDICAP
     return (round(_log(rung.time.total_s * handicap)), *map(float, simple))
 
 

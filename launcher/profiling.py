@@ -5,8 +5,6 @@
 
 import hashlib
 import json
-import os
-import sys
 import tempfile
 import time
 from importlib.metadata import version
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rung.cluster.failures import Ended
 from rung.cluster.link import Link
 from rung.cluster.local import Message, Workers, WorkerSpec
-from rung.launcher.folder import cache_folder
+from rung.launcher.folder import cache_folder, keep_whole
 from rung.launcher.job import Job
 from rung.launcher.messages import ProfileRequest
 from rung.strategies.errors import RungError, TaskError
@@ -55,7 +53,7 @@ def find_profile(job: Job, precision: Precision, *, deadline_s: float = DEADLINE
         pass  # not there, or of another version: made again
     answer = _trace(job, precision, digest, deadline_s)
     if isinstance(answer, Profile):
-        _keep(kept, answer.to_json())
+        keep_whole(kept, answer.to_json())
         return answer, ""
     return None, answer
 
@@ -99,17 +97,6 @@ def _trace(job: Job, precision: Precision, digest: str, deadline_s: float) -> Pr
                             return f"the model could not be profiled: {said.line if said else 'the process ended'}"
             workers.stop(0.0)
     return f"the model could not be profiled within {deadline_s:g} s"
-
-
-def _keep(path: Path, text: str) -> None:
-    """Whole or not at all; a cache that cannot be written is done without."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-            f.write(text)
-        os.replace(f.name, path)  # noqa: PTH105 - the temporary file is a name
-    except OSError as error:
-        print(f"rung: the profile is not kept: {error}", file=sys.stderr)
 
 
 # -------------------------------------------------------------------- in the throw-away process

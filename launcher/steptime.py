@@ -5,14 +5,17 @@ The aim is the right order of plans on one inventory, not the absolute time; mea
 
 from dataclasses import dataclass
 
-from rung.strategies.memory import DeviceFacts, Factors, HostFacts, accumulation, weight_width
+from rung.strategies.memory import STEADY_BYTES, DeviceFacts, Factors, HostFacts, accumulation, weight_width
 from rung.strategies.plan import Plan
-from rung.strategies.profile import Profile
+from rung.strategies.profile import Activity, Profile
 
 # The part of a backward pass behind which DDP and ZeRO hide communication.
 OVERLAP = 0.6
 # ZeRO runs hooks and partitions tensors in Python: a cost for each parameter group and micro-batch, seen in profiles.
 ZERO_HOOK_S = {0: 0.0, 1: 3e-4, 2: 4e-4, 3: 1.2e-3}
+
+# glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks never come from the heap.
+MOST_HEAP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +61,8 @@ def step_time(profile: Profile, plan: Plan, setting: Setting, factors: Factors |
 
 
 def _micro_s(profile: Profile, plan: Plan, setting: Setting) -> float:
-    """Roofline: matrix products at the device's rate, the rest at its memory's, never faster than operations start."""
+    """Roofline: matrix products at the device's rate, the rest at its memory's, never faster than operations start. On
+    a CPU nothing runs ahead: the times to start operations add up, and so do those to get memory from the kernel."""
     activity = (profile.checkpointed if plan.activation_checkpointing else None) or profile.plain
     device = setting.device
     samples = -(-plan.global_batch // plan.devices) / accumulation(plan)
@@ -67,7 +71,17 @@ def _micro_s(profile: Profile, plan: Plan, setting: Setting) -> float:
     if plan.activation_checkpointing and profile.checkpointed is None:
         work *= 4 / 3
     work += activity.moved.at(samples) / device.bytes_per_s
+    if plan.device == "cpu":
+        fresh = _fresh_share(activity, plan, samples) * activity.made.at(samples)
+        faults = fresh / device.fresh_bytes_per_s if device.fresh_bytes_per_s else 0.0
+        return work + faults + activity.operations * device.launch_s
     return max(work, activity.operations * device.launch_s)
+
+
+def _fresh_share(activity: Activity, plan: Plan, samples: float) -> float:
+    """The part of the tensors' bytes that comes anew from the kernel each time: blocks that malloc maps one by one."""
+    least = STEADY_BYTES if plan.memory_cap_bytes else MOST_HEAP_BYTES
+    return sum(block.share for block in activity.blocks if block.size.at(samples) >= least)
 
 
 def _communication_s(profile: Profile, plan: Plan, setting: Setting, slots: int, backward_s: float) -> float:
@@ -122,6 +136,6 @@ def _update_s(profile: Profile, plan: Plan, setting: Setting) -> float:
     parts = plan.devices if plan.zero_stage else 1
     touched = (2 * profile.optimizer_bytes + 3 * 4 * profile.trainable_count) / parts
     if plan.offload_optimizer == "none":
-        return touched / setting.device.bytes_per_s
+        return touched / (setting.device.stream_bytes_per_s or setting.device.bytes_per_s)
     rate = min(8e10, 1e10 * setting.host.cores)
     return touched * setting.per_node / rate

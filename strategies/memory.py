@@ -45,7 +45,9 @@ STEADY_BYTES = 512 * 2**10
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceFacts:
     """One device as a prediction needs it. Rates are per second; `efficiency` is the part of `flops` that training
-    reaches; `launch_s` is the least time of one operation; `host_bytes_per_s` the way to host memory."""
+    reaches; `launch_s` is the least time of one operation; `host_bytes_per_s` the way to host memory. On a CPU
+    `stream_bytes_per_s` is the rate where no cache helps (0: as `bytes_per_s`), `fresh_bytes_per_s` that of memory at
+    its first use (0: not known), and `core` what each core gives when all work on their own (None: an equal part)."""
 
     kind: DeviceType
     name: str
@@ -57,6 +59,9 @@ class DeviceFacts:
     efficiency: float = 0.45
     launch_s: float = 6e-6
     bf16: bool = True
+    stream_bytes_per_s: float = 0.0
+    fresh_bytes_per_s: float = 0.0
+    core: "DeviceFacts | None" = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

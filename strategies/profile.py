@@ -87,6 +87,7 @@ class Activity:
         the same step; a gradient counts only until it is added to the one that is there.
     flops: floating point operations of matrix products and convolutions; 2 for a multiply-add.
     moved: bytes that all other operations read and write.
+    made: bytes of all tensors that operations make.
     operations: how many operations run, each with its own launch cost.
     blocks: the most frequent sizes of a tensor among activations.
     residual: largest relative difference between the lines and a trace at a third size; 0 when there was none.
@@ -99,6 +100,7 @@ class Activity:
     operations: int
     blocks: tuple[Block, ...] = ()
     residual: float = 0.0
+    made: Line = Line(0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,6 @@ class Profile:
 
 def _activity(values: dict[str, Any]) -> Activity:
     envelopes = {name: tuple(Line(**line) for line in values[name]) for name in ("first", "again")}
-    lines = {name: Line(**values[name]) for name in ("flops", "moved")}
+    lines = {name: Line(**values[name]) for name in ("flops", "moved", "made")}
     blocks = tuple(Block(size=Line(**block["size"]), share=block["share"]) for block in values["blocks"])
     return Activity(**{**values, **envelopes, **lines, "blocks": blocks})

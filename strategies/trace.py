@@ -168,7 +168,8 @@ def _session(
         ledger = Ledger()
         ledger.ignore(model.parameters())
         ledger.ignore(model.buffers())
-        hooks = [p.register_post_accumulate_grad_hook(ledger.gradient) for p in model.parameters() if p.requires_grad]
+        trained = (p for p in model.parameters() if p.requires_grad)
+        hooks = [p.register_post_accumulate_grad_hook(ledger.gradient) for p in trained]  # type: ignore[no-untyped-call]
         runs: list[_Run] = []
         update = (0, 0, 0)
         for size, batch in zip((*SIZES, CHECK_SIZE), batches, strict=True):
@@ -331,6 +332,7 @@ def _activity(runs: list[_Run], check: _Run | None) -> Activity:
         operations=max(run.operations for run in runs),
         blocks=_blocks(*runs),
         residual=residual,
+        made=_line([(run.size, sum(run.phase.sizes)) for run in runs]),
     )
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rung.strategies.calibration import Seen, calibrate
@@ -112,3 +114,31 @@ def test_calibration_adds_what_was_missing_and_narrows_the_band():
     better = predict(make_profile(), make_plan(), factors)
     assert better.device_peak_bytes - plain.device_peak_bytes == 50 * MIB
     assert calibrate([]) == Factors()
+
+
+def test_the_band_of_a_tiny_job_is_wide_and_that_of_a_large_one_narrow():
+    def account(count):
+        return predict(make_profile(count, per_sample=count / 10), make_plan(device="cpu", memory_cap_bytes=2**33))
+
+    tiny, large = account(10**5), account(10**8)
+    assert tiny.device_bytes_with_headroom - tiny.device_peak_bytes >= 3 * MIB
+    assert tiny.error > 0.15
+    assert large.error < 0.06
+
+
+def test_what_making_the_model_imports_counts_on_a_cpu_only():
+    profile = replace(make_profile(), imported_bytes=50 * MIB)
+    assert item(predict(profile, make_plan(device="cpu")), "imports") == 50 * MIB
+    assert item(predict(profile, make_plan()), "imports") == 0
+
+
+def test_what_deepspeed_copies_in_a_step_is_counted_where_activations_are_few():
+    def step(**more):
+        return item(predict(make_profile(per_sample=1.0), make_plan("zero2", 2, micro=1, **more)), "activations")
+
+    bucket = 4 * 50_000_000
+    assert step() == 8 * 10**9 // 2 - bucket
+    assert step(steps=2) == 4 * 10**9 // 2 - bucket  # what was added up is an item of its own
+    away = predict(make_profile(per_sample=1.0), make_plan("zero2", 2, micro=1, offload_optimizer="host"))
+    assert item(away, "activations") == bucket + 44 * MIB
+    assert item(away, "one gradient") == 4 * 10**7

@@ -151,3 +151,17 @@ def test_a_decoder_of_70_billion_is_profiled_without_its_memory():
     assert profile.parameter_count > 65e9
     assert time.process_time() - began < 60
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2 * 2**20
+
+
+def test_modules_that_only_making_the_model_imports_are_counted(tmp_path, monkeypatch):
+    (tmp_path / "heavy_module_of_a_test.py").write_text("table = bytearray(b'x' * (64 << 20))\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build():
+        import heavy_module_of_a_test  # noqa: F401, PLC0415
+
+        return nn.Linear(4, 4)
+
+    case = Case(name="i", build=build, sample=vectors(4), micro_batches=(1, 2, 4))
+    assert profile_of(case).imported_bytes >= 60 * 2**20
+    assert profile_of(case).imported_bytes == 0  # they are there now

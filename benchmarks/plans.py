@@ -1,0 +1,199 @@
+"""Whether the plan that rung chooses is the fastest: its measured step against the best of all that were measured.
+
+    python -m benchmarks.plans [--only PART ...] [--seconds 250] [--table]
+
+For each model, batch and cap: the ways of training that fit on this CPU (one process on all cores or one on each core,
+with three sizes of micro-batch, with and without activation checkpointing, ZeRO) take a few real steps each, in turns,
+and the median step of the ladder's first is set beside the shortest. What is measured is kept in build/plans.jsonl;
+the table plans anew. Run it on a machine that does nothing else.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from benchmarks.memory import profile_of
+from benchmarks.memory_held_out import find
+from benchmarks.memory_measure import measure
+from rung.cluster.hardware import probe
+from rung.launcher.machines import inventory_of, usable_cores
+from rung.launcher.planner import Ladder, plan_ladder
+from rung.launcher.speeds import speed_from_json
+from rung.strategies.errors import DoesNotFit
+from rung.strategies.memory import MIB
+from rung.strategies.plan import Plan
+from rung.strategies.speed import Speed, measure_speed
+
+WITHIN, SHARE = 1.10, 0.90
+TURNS, STEPS = 2, 4
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, its global batch, and a cap in MiB (0: none)."""
+
+    case: str
+    batch: int
+    cap_mib: int = 0
+
+
+QUESTIONS = (
+    Question("decoder 4M", 16),
+    Question("decoder 4M", 16, 200),
+    Question("decoder 14M", 8),
+    Question("decoder 14M", 8, 310),
+    Question("CNN, BatchNorm", 16),
+    Question("CNN, BatchNorm", 16, 190),
+    Question("ViT", 16),
+    Question("ViT", 16, 300),
+    Question("MLP", 256),
+    Question("MLP", 1024, 420),
+    Question("recommender", 1024),
+    Question("U-Net", 4),
+    Question("U-Net", 4, 150),
+    Question("decoder, grouped query", 4),
+    Question("encoder-decoder", 8, 420),
+    Question("Mixer", 16),
+    Question("Mixer", 16, 300),
+    Question("GRU, both ways", 16),
+)
+
+
+class Results:
+    """Measured steps by question and plan, and the machine's speed when they were taken."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        there = file.read_text().splitlines() if file.is_file() else []
+        self.rows: list[dict[str, object]] = [json.loads(line) for line in there]
+
+    def add(self, **row: object) -> None:
+        """Keeps one."""
+        self.rows.append(row)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a") as f:
+            f.write(json.dumps(row) + "\n")
+
+    def speed(self) -> Speed:
+        """Measured once for all."""
+        for row in self.rows:
+            if "speed" in row:
+                return speed_from_json(json.dumps(row["speed"]))
+        found = measure_speed(usable_cores(probe()))
+        self.add(speed=asdict(found))
+        return found
+
+    def steps(self, question: Question, plan: Plan) -> list[float]:
+        """The median step of each turn."""
+        name = _name(question, plan)
+        return [float(str(row["step_s"])) for row in self.rows if row.get("name") == name and row["step_s"]]
+
+
+def _name(question: Question, plan: Plan) -> str:
+    checkpointing = plan.activation_checkpointing
+    way = f"{plan.strategy}@{plan.devices} micro {plan.micro_batch}{' checkpointed' if checkpointing else ''}"
+    return f"{question.case} | {question.batch} | {question.cap_mib} | {way}"
+
+
+def ladder_of(question: Question, speed: Speed) -> Ladder:
+    """As `rung plan` makes it on this machine."""
+    profile = profile_of(find(question.case), Path("build/memory-profiles"))
+    devices = SimpleNamespace(count="auto", memory=question.cap_mib * MIB or "auto", type="cpu")
+    job = SimpleNamespace(batch=question.batch, strategy="auto", precision="auto", devices=devices)
+    return plan_ladder(job, inventory_of(probe(), speed), profile)
+
+
+def worth_measuring(ladder: Ladder) -> Iterator[Plan]:
+    """The ladder's first, and of each way of training the three largest micro-batches (of slow ways, the largest)."""
+    yield ladder.best
+    seen: dict[tuple[object, ...], int] = {}
+    for plan in sorted(ladder.plans, key=lambda p: -p.micro_batch):
+        way = (plan.strategy, plan.devices, plan.activation_checkpointing)
+        slow = plan.activation_checkpointing or plan.zero_stage
+        if plan.zero_stage > 1 or "disk" in (plan.offload_optimizer, plan.offload_parameters):
+            continue
+        if plan.zero_stage and plan.activation_checkpointing:
+            continue
+        seen[way] = seen.get(way, 0) + 1
+        if seen[way] <= (1 if slow else 3) and plan.rung != ladder.best.rung:
+            yield plan
+
+
+def run(questions: list[Question], results: Results, seconds: float) -> None:
+    """Takes what is missing, a turn of every plan after the other."""
+    until = time.monotonic() + seconds
+    speed = results.speed()
+    for question in questions:
+        try:
+            plans = list(worth_measuring(ladder_of(question, speed)))
+        except DoesNotFit as error:
+            print(f"{question}: {error}")
+            continue
+        for turn in range(TURNS):
+            for plan in plans:
+                if len(results.steps(question, plan)) > turn:
+                    continue
+                if time.monotonic() > until:
+                    print(f"stopped after {seconds} s; call again to go on")
+                    return
+                found = measure(question.case, plan, steps=STEPS)
+                results.add(name=_name(question, plan), step_s=found.step_s, error=found.error, peak=found.peak_bytes)
+
+
+def table(questions: list[Question], results: Results) -> int:
+    """Prints a line for each question; 1 if the mark is missed."""
+    speed, ratios, off = results.speed(), [], []
+    print(f"{'model':26} {'batch':>5} {'cap':>5}  {'chosen':28} {'predicted':>9} {'measured':>9}  {'best':28} ratio")
+    for question in questions:
+        try:
+            ladder = ladder_of(question, speed)
+        except DoesNotFit:
+            continue
+        took = {plan.rung: statistics.median(s) for plan in ladder.plans if (s := results.steps(question, plan))}
+        if ladder.best.rung not in took:
+            continue
+        plans = [plan for plan in ladder.plans if plan.rung in took]
+        best = min(plans, key=lambda plan: took[plan.rung])
+        ratios.append(took[ladder.best.rung] / took[best.rung])
+        off += [(plan.predicted_step_s or 0.0) / took[plan.rung] for plan in plans]
+        chosen, other = (_name(question, plan).split(" | ")[-1] for plan in (ladder.best, best))
+        print(
+            f"{question.case:26} {question.batch:5} {question.cap_mib or '-':>5}  {chosen:28} "
+            f"{ladder.best.predicted_step_s:9.3f} {took[ladder.best.rung]:9.3f}  {other:28} {ratios[-1]:.2f}"
+        )
+    if not ratios:
+        print("nothing was measured")
+        return 1
+    good = sum(ratio <= WITHIN for ratio in ratios) / len(ratios)
+    near = sum(0.5 <= value <= 2 for value in off) / len(off)
+    print(
+        f"\nchosen within 10% of the best in {good:.0%} of {len(ratios)} cases (mark {SHARE:.0%}), worst "
+        f"{max(ratios):.2f}\npredicted step over measured, {len(off)} plans: median {statistics.median(off):.2f}, "
+        f"from {min(off):.2f} to {max(off):.2f}, within twice {near:.0%}"
+    )
+    return int(good < SHARE)
+
+
+def main(arguments: list[str]) -> int:
+    """Measures what is missing and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[""], help="names of models, or parts of them")
+    parser.add_argument("--seconds", type=float, default=250.0, help="start no measurement after so long")
+    parser.add_argument("--table", action="store_true", help="measure nothing, show what there is")
+    parser.add_argument("--file", type=Path, default=Path("build/plans.jsonl"))
+    options = parser.parse_args(arguments)
+    questions = [q for q in QUESTIONS if any(part in q.case for part in options.only)]
+    results = Results(options.file)
+    if not options.table:
+        run(questions, results, options.seconds)
+    return table(questions, results)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

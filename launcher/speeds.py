@@ -1,0 +1,76 @@
+"""How fast this machine is, measured once in a throw-away process and kept for a week."""
+
+import hashlib
+import json
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from rung.cluster.failures import Ended
+from rung.cluster.link import Link
+from rung.cluster.local import Message, Workers, WorkerSpec
+from rung.launcher.folder import cache_folder, keep_whole
+from rung.strategies.speed import Rates, Speed
+
+ENTRY = "rung.launcher.speeds:main"
+#: It takes under a second, unless the machine is busy; then a guess does.
+DEADLINE_S = 15.0
+KEPT_S = 7 * 86400.0
+
+
+def find_speed(cores: int) -> Speed | None:
+    """What was measured of this machine's cores; None where that did not work or others disturbed it, which costs only
+    precision."""
+    kept = cache_folder() / "speed" / f"{_machine(cores)}.json"
+    try:
+        if time.time() - kept.stat().st_mtime < KEPT_S:
+            return speed_from_json(kept.read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or of another version: measured again
+    speed = _measure(cores)
+    if speed is None or speed.disturbed:
+        return None
+    keep_whole(kept, json.dumps(asdict(speed)))
+    return speed
+
+
+def speed_from_json(text: str) -> Speed:
+    """The inverse of json.dumps(asdict(speed))."""
+    values = json.loads(text)
+    return Speed(**{**values, "whole": Rates(**values["whole"]), "core": Rates(**values["core"])})
+
+
+def _machine(cores: int) -> str:
+    """Changes with the processor, the cores that may be used, and torch."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    model = next((line for line in text.splitlines() if line.startswith("model name")), "")
+    return hashlib.blake2b(f"{model} {cores} {version('torch')}".encode(), digest_size=8).hexdigest()
+
+
+def _measure(cores: int) -> Speed | None:
+    import tempfile
+
+    until = time.monotonic() + DEADLINE_S
+    with tempfile.TemporaryDirectory(prefix="rung-speed-") as folder:
+        spec = WorkerSpec(rank=0, payload=cores, log=Path(folder) / "speed.log", threads=cores)
+        with Workers.start(ENTRY, [spec]) as workers:
+            while time.monotonic() < until:
+                for event in workers.poll(0.1):
+                    match event:
+                        case Message(value=Speed() as speed):
+                            return speed
+                        case Ended():
+                            return None
+            workers.stop(0.0)
+    return None
+
+
+def main(link: Link, cores: int) -> None:
+    """Entry point of the throw-away process."""
+    from rung.strategies.speed import measure_speed
+
+    link.send(measure_speed(cores))
