@@ -28,6 +28,8 @@ from rung.strategies.errors import WorkersFailed
 _BOOT = "import sys; n = int(sys.argv[2]); sys.path[:] = sys.argv[3 : 3 + n]; from rung.cluster.nursery import main; "
 _BOOT += "main(int(sys.argv[1]), sys.argv[3 + n :])"
 TICK_S = 0.5
+# Batches of unequal size fragment CUDA's memory less so. Workers inherit it; what the user has set stands.
+_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +79,7 @@ class Spawner:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env={**os.environ, **self.env},
+            env={**({} if "PYTORCH_ALLOC_CONF" in os.environ else _ALLOCATOR), **os.environ, **self.env},
             start_new_session=True,
         )
         theirs.close()

@@ -4,7 +4,10 @@ import os
 import threading
 
 import torch
+import torch.distributed as dist
 
+#: What a process takes of a CUDA device outside of the allocator, as the prediction (memory.py) has it.
+CONTEXT_BYTES, NCCL_BYTES = 500 << 20, 300 << 20
 #: How often the memory of a CPU worker is looked at, in seconds. A look takes 3 microseconds, but also the GIL: looking
 #: ten times as often was seen to cost steps of 5 ms a few percent.
 LOOK_S = 0.1
@@ -26,16 +29,17 @@ class Memory:
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
             self.limit = min(cap_bytes or total, total)
+            self._outside = CONTEXT_BYTES + (NCCL_BYTES if dist.is_initialized() else 0)
             if cap_bytes is not None:
-                torch.cuda.set_per_process_memory_fraction(self.limit / total, device)
+                torch.cuda.set_per_process_memory_fraction(max(0, self.limit - self._outside) / total, device)
         elif device.type == "cpu":
             self._baseline = private_bytes()
             threading.Thread(target=self._watch, name="rung-memory", daemon=True).start()
 
     def now(self) -> int:
-        """Bytes taken now (on CUDA: reserved by the allocator, since that is what others cannot have)."""
+        """Bytes taken now (on CUDA: reserved by the allocator, since that is what others cannot have, and outside)."""
         if self.device.type == "cuda":
-            return int(torch.cuda.memory_reserved(self.device))
+            return int(torch.cuda.memory_reserved(self.device)) + self._outside
         if self.device.type == "mps":
             return int(torch.mps.driver_allocated_memory())
         return max(0, private_bytes() - self._baseline)
@@ -43,7 +47,7 @@ class Memory:
     def peak(self) -> int:
         """The most bytes taken at once by training (on a CPU: until `settle`)."""
         if self.device.type == "cuda":
-            return int(torch.cuda.max_memory_reserved(self.device))
+            return int(torch.cuda.max_memory_reserved(self.device)) + self._outside
         if not self._stop.is_set():
             self._peak = max(self._peak, self.now())
         return self._peak
