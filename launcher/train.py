@@ -352,10 +352,15 @@ class Trainer:
         self.link.beat(p.step, "training")
 
     def _health_error(self, batch: Step, reason: str, loss_sum: float) -> HealthError:
-        """Names the samples: this rank's own if its loss is bad, else those of the whole global batch."""
+        """Names the samples: those of the ranks whose loss is bad, else those of the whole global batch. All ranks
+        come here and say the same, since any of them may be heard first."""
         indices = [int(i) for i in batch.indices]
-        if not math.isfinite(loss_sum) and self.plan.devices > 1:
-            indices = smoke.own_samples(batch, self.plan, self.link.rank)
+        devices = range(self.plan.devices)
+        own = [float(rank == self.link.rank and not math.isfinite(loss_sum)) for rank in devices]
+        bad = [rank for rank, told in zip(devices, self.strategy.collectives.agree(own), strict=True) if told]
+        if bad and len(devices) > 1:
+            indices = [i for rank in bad for i in smoke.own_samples(batch, self.plan, rank)]
+            reason += f" on rank{'s' * (len(bad) > 1)} {', '.join(map(str, bad))}"
         facts = smoke.batch_facts([self.train_data[i] for i in indices])
         if facts.non_finite_values:
             indices = [i for i in indices if smoke.batch_facts(self.train_data[i]).non_finite_values]
