@@ -124,7 +124,8 @@ class ZeroStrategy(Strategy):
     def micro(self, *, last: bool, empty: bool = False) -> Iterator[None]:
         self._sharing.empty = empty
         self._engine.set_gradient_accumulation_boundary(last)
-        with self._amp.autocast():
+        evaluating = self.plan.zero_stage == 3 and not self.module.training
+        with self._amp.autocast(), zero_runtime.frugal(self._zero) if evaluating else contextlib.nullcontext():
             yield
 
     def backward(self, loss: torch.Tensor) -> None:

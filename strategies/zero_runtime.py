@@ -193,10 +193,27 @@ def gathered(zero: Any, parameter: Any, *, keep: bool) -> torch.Tensor:
         with GatheredParameters([parameter]):
             return _kept(parameter.detach(), keep)
     if hasattr(parameter, "ds_id"):
-        return _kept(zero.get_full_hp_param(parameter), keep)
+        whole: torch.Tensor = zero.get_full_hp_param(parameter)  # made for us: no copy is needed
+        return whole.cpu() if keep else torch.empty(0, dtype=whole.dtype)
     if parameter.requires_grad and parameter.dtype != torch.float32:
         return _kept(parameter.get_full_hp_param(), keep)
     return _kept(parameter.detach(), keep)
+
+
+@contextlib.contextmanager
+def frugal(zero: Any) -> Iterator[None]:
+    """Within, ZeRO-3 holds one layer's whole weights at a time, and lets go of them at once: no backward pass comes
+    that would use them again."""
+    coordinator = zero.parameter_offload.get_param_coordinator()
+    limits = [f"_{type(coordinator).__name__}__{name}" for name in ("prefetch_bucket_sz", "max_reuse_dist_in_numel")]
+    before = [getattr(coordinator, name) for name in limits]
+    for name in limits:
+        setattr(coordinator, name, 0)
+    try:
+        yield
+    finally:
+        for name, value in zip(limits, before, strict=True):
+            setattr(coordinator, name, value)
 
 
 def _kept(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
