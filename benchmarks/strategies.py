@@ -45,7 +45,7 @@ def batch(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rung_step(strategy: Strategy) -> Callable[[], None]:
-    x, y = batch(strategy.rank)
+    x, y = (tensor.to(strategy.device) for tensor in batch(strategy.rank))
 
     def step() -> None:
         with strategy.micro(last=True):

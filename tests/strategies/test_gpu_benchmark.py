@@ -1,0 +1,34 @@
+"""The script for GPUs works as far as a CPU can tell, and says so where there is no GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GPU = [sys.executable, "-m", "benchmarks.gpu"]
+
+
+@pytest.mark.slow
+def test_its_parts_run_on_a_cpu_and_are_written_down(tmp_path: Path) -> None:
+    parts = ["hardware", "cap", "precision", "save"]
+    command = [*GPU, "--device", "cpu", "--json", str(tmp_path / "found.json"), "--only", *parts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {name: found[name]["outcome"] for name in found} == dict.fromkeys(parts, "ok"), done.stdout
+    assert done.returncode == 0
+    assert found["cap"]["fallbacks"] >= 1
+    assert found["precision"]["scale"] == found["precision"]["torch_scale"]
+
+
+@pytest.mark.slow
+def test_without_a_gpu_it_says_so() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here: run the script itself")
+    done = subprocess.run(GPU, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3
+    assert "no CUDA GPU" in done.stdout
