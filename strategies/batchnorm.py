@@ -118,31 +118,34 @@ class _Shared(torch.autograd.Function):
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((squares / (n - 1)).to(running_var.dtype), momentum)
         scale = torch.rsqrt(var + eps)
-        normal = (wide - _shaped(mean, x)) * _shaped(scale, x)
+        out = (wide - _shaped(mean, x)).mul_(_shaped(scale, x))
         ctx.peers, ctx.empty = peers, peers.empty
         ctx.save_for_backward(x, weight, mean, scale, n)
         if weight is not None:
-            normal = normal * _shaped(weight, x)
+            out.mul_(_shaped(weight, x))
         if bias is not None:
-            normal = normal + _shaped(bias, x)
-        return normal.to(x.dtype)
+            out.add_(_shaped(bias, x))
+        return out.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, mean, scale, n = ctx.saved_tensors
         wide, wide_dy = x.to(mean.dtype), dy.to(mean.dtype)
-        normal = (wide - _shaped(mean, x)) * _shaped(scale, x)
+        normal = (wide - _shaped(mean, x)).mul_(_shaped(scale, x))
         own = torch.stack([wide_dy.sum(_others(x)), (wide_dy * normal).sum(_others(x))])
         dx = None
         if ctx.needs_input_grad[0]:
             sums = own.clone()
             with ctx.peers.waiting():
                 dist.all_reduce(sums)
-            if not ctx.empty:  # a filler has no part in the statistics
-                wide_dy = wide_dy - (_shaped(sums[0], x) + normal * _shaped(sums[1], x)) / n
-            factor = scale if weight is None else scale * weight
-            dx = (wide_dy * _shaped(factor, x)).to(x.dtype)
+            sums /= -n
+            factor = _shaped(scale if weight is None else scale * weight, x)
+            if ctx.empty:  # a filler has no part in the statistics
+                dx = wide_dy * factor
+            else:
+                dx = normal.mul_(_shaped(sums[1], x)).add_(_shaped(sums[0], x)).add_(wide_dy).mul_(factor)
+            dx = dx.to(x.dtype)
         d_bias, d_weight = own.unbind()
         return (
             dx,
