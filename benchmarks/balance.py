@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 
 
 class Heavy:
-    """Much compute for each sample, few weights. Each worker goes to the core, and the control group, of its place."""
+    """Much compute for each sample, few weights to average. Each worker goes to the core and control group of its place."""
 
     def model(self):
         place = int(os.environ.get("PLACE", os.environ.get("RANK", "0")))
@@ -40,11 +40,12 @@ class Heavy:
             with open(groups.split(",")[place] + "/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))
         self.place, self.calls = place, 0
-        return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())))
+        shared = nn.Linear(256, 256)
+        return nn.Sequential(*(m for _ in range(8) for m in (shared, nn.GELU())))
 
     def dataset(self, split):
         if split == "train":
-            return TensorDataset(torch.randn(512, 24, 256, generator=torch.Generator().manual_seed(0)))
+            return TensorDataset(torch.randn(840, 48, 256, generator=torch.Generator().manual_seed(0)))
         return None
 
     def loss(self, model, batch):
@@ -61,7 +62,7 @@ JOB = {
     "task": "task:Heavy", "data": {"workers": 0}, "checkpoint": {"every": "none"}, "log_every_s": 1000,
     "schedule": "constant", "fallback": {"enabled": False},
 }  # fmt: skip
-PERIOD_US = 10_000
+PERIOD_US = 5_000
 
 
 def run(folder: Path, env: dict[str, str], *, place: int | None = None, batch: int, steps: int, **devices: object):
@@ -106,11 +107,11 @@ def rounds_of(folder: Path, env: dict[str, str], parts: list[float], batch: int,
     ranks = len(parts)
     balanced, even = [], []
     for _ in range(rounds):
-        alone = apart(folder, env, batch // ranks, [int(100 * part / max(parts)) for part in parts])
-        seconds, _ = run(folder, env, batch=batch, steps=20, count=ranks, balance=False)
-        equal = speed(batch, seconds[5:])
-        seconds, notes = run(folder, env, batch=batch, steps=70, count=ranks, balance=True)
-        shared = speed(batch, seconds[30:])
+        alone = apart(folder, env, batch // ranks, [int(40 * part / max(parts)) for part in parts])
+        seconds, _ = run(folder, env, batch=batch, steps=16, count=ranks, balance=False)
+        equal = speed(batch, seconds[4:])
+        seconds, notes = run(folder, env, batch=batch, steps=45, count=ranks, balance=True)
+        shared = speed(batch, seconds[20:])
         balanced.append(shared / sum(alone))
         even.append(equal / sum(alone))
         print(f"apart {', '.join(f'{s:.1f}' for s in alone)} samples/s, in sum {sum(alone):.1f}; equal shares "
@@ -171,14 +172,14 @@ def main(arguments: list[str]) -> int:
         if "half" in cases:
             print(f"half: rank 0 on core {cores[0]}; rank 1 on core {cores[1]}, beside a burner", flush=True)
             with burner(cores[1]):
-                rounds_of(folder, {"CORES": f"{cores[0]},{cores[1]}"}, [1.0, 0.5], 64, rounds)
+                rounds_of(folder, {"CORES": f"{cores[0]},{cores[1]}"}, [1.0, 0.5], 210, rounds)
         if "quota" in cases:
             print("quota: 1/5, 2/5 and 4/5 of a core, by control groups", flush=True)
             try:
                 parts = [0.2, 0.4, 0.8]
                 with quotas(parts) as groups:
                     env = {"CORES": f"{cores[1]},{cores[1]},{cores[0]}", "GROUPS": ",".join(groups)}
-                    rounds_of(folder, env, parts, 63, rounds)
+                    rounds_of(folder, env, parts, 420, rounds)
             except OSError as error:
                 print(f"not measured: {error}")
     return 0

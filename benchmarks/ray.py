@@ -103,7 +103,7 @@ TorchTrainer(
     run_config=RunConfig(storage_path=folder + "/results"),
 ).fit()
 """
-STEPS, FIRST = 150, 40
+STEPS, FIRST = 300, 40
 #: rung's ten samples are one call of the loss more than the script's.
 SMOKE_CALLS = 1
 

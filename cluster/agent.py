@@ -19,7 +19,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +36,8 @@ NUMBER = struct.Struct("<I")
 TICK_S = 0.5
 """How often an agent says how its workers are."""
 CONNECT_S = 20.0
+REACH_S = 5.0
+"""How long an agent tries to reach another machine's."""
 SILENT_S = 60.0
 """An agent that hears nothing from the launcher for so long ends its workers: the network may be cut for good."""
 _LOG_CHUNK = 1 << 18
@@ -63,6 +65,20 @@ class Started:
     """All workers of this machine are about to call their function, or have ended; or none could be started."""
 
     error: RungError | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listening:
+    """The port on which this machine can be tried by the others."""
+
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Met:
+    """The answer to Meet: which machine could not be reached and why, or ""."""
+
+    trouble: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +133,13 @@ class Send:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Meet:
+    """Asks whether some of the other machines can be reached: (name, host, port) of each."""
+
+    peers: tuple[tuple[str, str, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Kill:
     """A signal for one worker."""
 
@@ -162,15 +185,38 @@ def serve(where: tuple[str, int], token: bytes, number: int, duty: Duty) -> None
             f"{socket.gethostname()} cannot reach the launcher at {where[0]}:{where[1]}: {error}",
             hint="the nodes of a cluster have to reach the machine of the launcher on any port; look at firewalls",
         ) from None
-    with sock, tempfile.TemporaryDirectory(prefix="rung-logs-") as logs:
+    with sock, _door(duty.host) as door, tempfile.TemporaryDirectory(prefix="rung-logs-") as logs:
         sock.settimeout(None)
         sock.sendall(token + NUMBER.pack(number))
-        _Agent(sock, duty, Path(logs)).run()
+        _Agent(sock, duty, Path(logs), door.getsockname()[1]).run()
+
+
+def _door(host: str) -> socket.socket:
+    """Where the others try whether this machine can be reached. The system answers for us: nothing is read."""
+    try:
+        return socket.create_server((host, 0), backlog=64)
+    except OSError as error:
+        raise WorkersFailed(
+            f"{socket.gethostname()} cannot listen on {host}, by which the other nodes are to reach it: {error}",
+            hint="start Ray there with --node-ip-address=ADDRESS, one that the machine has and the others reach",
+        ) from None
+
+
+def unreachable(peers: Sequence[tuple[str, str, int]], deadline_s: float = REACH_S) -> str:
+    """The first of these (name, host, port) that cannot be reached from here, and why; "" if all can."""
+    at = ""
+    try:
+        for name, host, port in peers:
+            at = f"{name} at {host}:{port}"
+            socket.create_connection((host, port), timeout=deadline_s).close()
+    except OSError as error:
+        return f"{at}: {error}"
+    return ""
 
 
 class _Agent:
-    def __init__(self, sock: socket.socket, duty: Duty, logs: Path) -> None:
-        self._sock, self._duty = sock, duty
+    def __init__(self, sock: socket.socket, duty: Duty, logs: Path, port: int) -> None:
+        self._sock, self._duty, self._port_of_door = sock, duty, port
         self._sending = threading.Lock()
         self._inbox: queue.Queue[object] = queue.Queue()
         self._early: list[bytes] = []
@@ -189,6 +235,7 @@ class _Agent:
 
     def run(self) -> None:
         threading.Thread(target=self._listen, name="rung-agent", daemon=True).start()
+        self._say(Listening(port=self._port_of_door))
         try:
             workers = Workers.start(
                 self._duty.entry, self._specs, deadline_s=self._duty.deadline_s, to_other_machines=self._port
@@ -303,8 +350,14 @@ class _Agent:
             self._heard = time.monotonic()
             for _, body in frames.feed(data):
                 value = pickle.loads(body)  # noqa: S301 - from the launcher that started this agent
-                if not isinstance(value, Ping):
+                if isinstance(value, Meet):
+                    threading.Thread(target=self._meet, args=(value.peers,), name="rung-meet", daemon=True).start()
+                elif not isinstance(value, Ping):
                     self._inbox.put(value)
+
+    def _meet(self, peers: tuple[tuple[str, str, int], ...]) -> None:
+        """On a thread of its own: workers are being started meanwhile."""
+        self._say(Met(trouble=unreachable(peers)))
 
 
 def _interfaces(host: str) -> Mapping[str, str]:

@@ -228,7 +228,15 @@ class _Room:
         self._group = placement_group(list(bundles), strategy="PACK", bundle_label_selector=selectors)
 
     def reserve(self, deadline_s: float) -> None:
-        if self._group.wait(timeout_seconds=deadline_s):
+        until = time.monotonic() + deadline_s
+        while not self._group.wait(timeout_seconds=1):
+            alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+            if gone := [node for node in self._nodes if node not in alive]:
+                self.close()
+                raise WorkersFailed(f"node {gone[0][:6]} left before workers were started on it")
+            if time.monotonic() > until:
+                break
+        else:
             return
         self.close()
         asked = " + ".join(", ".join(f"{number:g} {name}" for name, number in b.items()) for b in self._bundles)

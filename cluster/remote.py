@@ -24,7 +24,10 @@ from rung.cluster.agent import (
     Duty,
     End,
     Kill,
+    Listening,
     Log,
+    Meet,
+    Met,
     Ping,
     Port,
     Pulse,
@@ -36,7 +39,7 @@ from rung.cluster.agent import (
 from rung.cluster.failures import Ended, Facts, Failure
 from rung.cluster.link import USER, frame
 from rung.cluster.local import KILL_S, TERM_S, Event, Message
-from rung.cluster.sites import Line, Memory, Site
+from rung.cluster.sites import Line, Memory, Site, neighbours
 from rung.cluster.verdict import Verdict, tail, verdict
 from rung.strategies.errors import WorkersFailed
 from rung.strategies.plan import DeviceType
@@ -118,7 +121,9 @@ class RemoteWorkers:
                 )
 
     def _late(self) -> list[Line]:
-        return [line for line in self._lines if not line.started and not line.over]
+        """Those that have not started their workers, or not tried whether they reach the others, and still can."""
+        lost = any(line.over for line in self._lines)
+        return [line for line in self._lines if not line.over and not (line.started and (line.met or lost))]
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -320,10 +325,8 @@ class RemoteWorkers:
                     self._events.append(value)
                 case Ended():
                     self._end(value)
-                case Started(error=error):
-                    line.started = True
-                    self._error = self._error or error
-                    line.over = error is not None
+                case Started() | Listening() | Met():
+                    self._begun(line, value)
                 case Pulse():
                     line.pulse = value
                     if value.sample is not None and (not line.samples or line.samples[-1].at != value.sample.at):
@@ -340,6 +343,26 @@ class RemoteWorkers:
                 case Settled():
                     line.over = True
             self._changed.notify_all()
+
+    def _begun(self, line: Line, value: Started | Listening | Met) -> None:
+        match value:
+            case Started(error=error):
+                line.started = True
+                self._error = self._error or error
+                line.over = error is not None
+            case Listening(port=port):
+                line.door = port
+                if all(other.door for other in self._lines):
+                    for other in self._lines:
+                        self._queue(other, frame(USER, Meet(peers=neighbours(self._lines, other))))
+            case Met(trouble=trouble):
+                line.met = True
+                if trouble:
+                    self._error = self._error or WorkersFailed(
+                        f"{line.site.name} cannot reach {trouble}",
+                        hint="the nodes of a cluster have to reach each other on any TCP port: look at firewalls, "
+                        "and at `ray start --node-ip-address` where a machine has several networks",
+                    )
 
     def _end(self, ended: Ended) -> None:
         if all(end.rank != ended.rank for end in self.ends):

@@ -32,6 +32,8 @@ class Line:
     waiting: list[bytes] = field(default_factory=list)
     heard: float = 0.0
     started: bool = False
+    door: int = 0
+    met: bool = False
     over: bool = False
     pulse: Pulse | None = None
     samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -40,6 +42,14 @@ class Line:
     def ranks(self) -> tuple[int, ...]:
         """Those that run there."""
         return tuple(spec.rank for spec in self.site.specs)
+
+
+def neighbours(lines: Sequence[Line], line: Line) -> tuple[tuple[str, str, int], ...]:
+    """(name, host, port) of those that a machine is to try: the first one, where ranks meet, and the next two of the
+    ring. Trying all would take the square of their number."""
+    count = len(lines)
+    numbers = {0, (line.number + 1) % count, (line.number + 2) % count} - {line.number}
+    return tuple((lines[n].site.name, lines[n].site.host, lines[n].door) for n in sorted(numbers))
 
 
 class Memory:

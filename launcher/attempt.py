@@ -41,7 +41,7 @@ from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.monitor import Monitor
 from rung.launcher.watch.progress import Status, View, duration
 from rung.launcher.workers import Fleet
-from rung.strategies.errors import RungError, RunLocked, StorageError
+from rung.strategies.errors import RungError, RunLocked, StorageError, WorkersFailed
 from rung.strategies.findings import Finding
 from rung.strategies.plan import Plan
 
@@ -127,8 +127,14 @@ class Attempt:
                        memory_cap_bytes=cap)
             for rank in range(self.plan.devices)
         ]  # fmt: skip
+        try:
+            group = self.fleet.start(ENTRY, specs, device=self.plan.device, deadline_s=START_S)
+        except WorkersFailed as error:
+            if not self.fleet.elastic:
+                raise
+            return self._not_started(error)
         with (
-            self.fleet.start(ENTRY, specs, device=self.plan.device, deadline_s=START_S) as workers,
+            group as workers,
             Monitor(workers, self.plan, self.metrics, self.folder.local, self._on_finding) as monitor,
         ):
             self.workers, self.monitor = workers, monitor
@@ -146,6 +152,14 @@ class Attempt:
                 self._move_if_changed()
             self._close()
         return self.outcome
+
+    def _not_started(self, error: WorkersFailed) -> Outcome:
+        """A machine can go between the look at it and the start: that is a worker lost before its first step."""
+        outcome = self.outcome
+        outcome.reason, outcome.cause = "failed", Cause.LOST_WORKER
+        outcome.headline, outcome.explanation = error.message, str(error)
+        outcome.first_step = outcome.step = max(self.keeper.committed_step, 0)
+        return outcome
 
     # ---------------------------------------------------------------- events
 

@@ -1,6 +1,7 @@
 """Workers on several machines, each machine a process of its own here: what the launcher sees, and what it survives."""
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import secrets
@@ -14,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from rung.cluster import remote
-from rung.cluster.agent import TOKEN_BYTES
+from rung.cluster.agent import TOKEN_BYTES, unreachable
 from rung.cluster.failures import Cause
 from rung.cluster.local import Ended, Message, WorkerSpec, import_path
 from rung.cluster.remote import RemoteWorkers
-from rung.cluster.sites import Site
+from rung.cluster.sites import Line, Site, neighbours
 from rung.strategies.errors import WorkersFailed
 
 HERE = Path(__file__).parent
@@ -56,6 +57,7 @@ class Machines:
         process = subprocess.Popen(
             [sys.executable, "-c", AGENT],
             stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             start_new_session=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *import_path()])},
         )
@@ -209,3 +211,32 @@ def test_who_does_not_know_the_token_gets_nothing_unpickled(machines, tmp_path):
 def test_a_machine_that_never_answers_is_named(machines):
     with pytest.raises(WorkersFailed, match=r"machine-0 \(ranks 0\)"):
         machines.start("echo", [1], launch=lambda *_: None, deadline_s=1.0)
+
+
+def test_a_machine_that_the_others_cannot_reach_is_named_before_anything_trains(machines):
+    def elsewhere(number, where, duty):
+        # As where Ray knows a node by an address of another network: the machine itself does not have it.
+        machines.launch(number, where, dataclasses.replace(duty, host="192.0.2.7") if number else duty)
+
+    def check():
+        if machines.agents[1].poll() is not None:
+            raise WorkersFailed("the agent ended")
+
+    with pytest.raises(WorkersFailed, match="the agent ended"):
+        machines.start("echo", [1, 1], launch=elsewhere, check=check)
+    said = machines.agents[1].stderr.read().decode()
+    assert "cannot listen on 192.0.2.7, by which the other nodes are to reach it" in said
+
+
+def test_a_door_that_is_shut_is_said_by_name_and_an_open_one_is_not():
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = door.getsockname()[1]
+        assert unreachable([("a", "127.0.0.1", port)]) == ""
+    assert unreachable([("b", "127.0.0.1", port)], 1.0).startswith(f"b at 127.0.0.1:{port}: ")
+
+
+def test_each_machine_tries_the_first_one_and_its_neighbours():
+    lines = [Line(n, Site(name=f"m{n}", host="h", specs=()), door=n + 1) for n in range(5)]
+    assert [peer[0] for peer in neighbours(lines, lines[0])] == ["m1", "m2"]
+    assert [peer[0] for peer in neighbours(lines, lines[3])] == ["m0", "m4"]
+    assert neighbours(lines[:1], lines[0]) == ()

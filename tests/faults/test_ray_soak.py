@@ -6,6 +6,7 @@ import random
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ray_cases import SETS, Output, close, cluster, nodes, on, whole, workers_of
-from support import Project
+from support import Project, same_bits
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(420)]
@@ -34,7 +35,7 @@ def test_killed_at_random_moments_it_ends_like_an_undisturbed_run(project, clust
         out = Output(process)
         out.until("\nstep ", 1)
         for _ in range(KILLS):
-            time.sleep(rng.uniform(0.2, 8.0))
+            time.sleep(rng.uniform(0.2, 12.0))
             if process.poll() is not None:
                 break
             workers = workers_of(project)
@@ -61,6 +62,48 @@ def test_killed_at_random_moments_it_ends_like_an_undisturbed_run(project, clust
     while workers_of(project):
         assert time.monotonic() < until, "workers are left"
         time.sleep(0.2)
+
+
+# ---------------------------------------------------------------- the job server
+
+
+@pytest.fixture
+def job_server():
+    """A head with two CPUs and its dashboard, which has the job server."""
+    pytest.importorskip("aiohttp_cors", reason="the job server needs ray[default]")
+    from ray.cluster_utils import Cluster
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    there = Cluster(initialize_head=True, head_node_args={
+        "num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": True, "dashboard_port": port,
+    })  # fmt: skip
+    yield f"http://{there.webui_url}"
+    there.shutdown()
+
+
+def test_through_the_job_server_output_exit_codes_and_stops_are_as_if_it_ran_here(project, job_server):
+    plain = [one for one in SETS if "strategy" not in one]
+    sets = [*plain, f"cluster.address={job_server}", f"run={project.folder}/there/run", "cluster.workers=1"]
+    refused = project.launch(*sets, "steps=12", "cluster.workers=9")
+    assert refused.code == 2, refused.all
+    assert "9 workers asked for" in refused.all
+    done = project.launch(*sets, "steps=12", 'cluster.runtime_env={env_vars: {FROM_JOB: "yes"}}')
+    assert done.code == 0, done.all
+    assert "training " in done.out
+    assert same_bits(project.weights("there/run"), straight(project)) == []
+    process = project.start(*sets, "steps=400", "task_args={sleep_s: 0.1}", f"run={project.folder}/there/stopped")
+    out = Output(process)
+    out.until("\nstep ", 2)
+    process.send_signal(signal.SIGINT)
+    assert out.end(90) == 130, out.text
+    assert "stopping" in out.text
+    assert len(project.checkpoints("there/stopped")) == 1
+
+
+def straight(project):
+    assert project.launch("schedule=constant", "steps=12", "strategy.name=single", "run=here").code == 0
+    return project.weights("here")
 
 
 # ---------------------------------------------------------------- hosts made of network namespaces
