@@ -103,7 +103,7 @@ _BY_CLASS = {
     "fsspec.exceptions.FSTimeoutError": Trouble.TRANSIENT,
     "fsspec.exceptions.BlocksizeMismatchError": Trouble.REFUSED,
     "rung.launcher.storage_local.EndOfFile": Trouble.SHORT,
-    "rung.launcher.storage.ShortRead": Trouble.TRANSIENT,
+    "rung.launcher.storage_fsspec.ShortRead": Trouble.TRANSIENT,
     # botocore and aiobotocore
     "botocore.exceptions.HTTPClientError": Trouble.TRANSIENT,
     "botocore.exceptions.ConnectionError": Trouble.TRANSIENT,

@@ -80,7 +80,7 @@ def test_a_run_lives_on_s3(s3, proxy):
 
 
 def test_a_large_object_goes_up_in_parts_and_comes_down_in_ranges(s3, proxy, monkeypatch):
-    monkeypatch.setattr("rung.launcher.storage._PART_BYTES", 5 << 20)  # the least that S3 allows
+    monkeypatch.setattr("rung.launcher.storage_fsspec._PART_BYTES", 5 << 20)  # the least that S3 allows
     data = random.Random(0).randbytes(17 << 20)
     s3.write("large", data)
     assert sum("partNumber" in path for method, path in proxy.log if method == "PUT") == 4
