@@ -30,7 +30,7 @@ from torch.utils.data import TensorDataset
 
 
 class Heavy:
-    """Much compute for each sample, few weights to average. Each worker goes to the core and control group of its place."""
+    """Much compute for each sample, few weights. Each worker goes to the core and control group of its place."""
 
     def model(self):
         place = int(os.environ.get("PLACE", os.environ.get("RANK", "0")))

@@ -60,8 +60,8 @@ def test_more_than_there_is_is_refused_with_what_there_is():
 def test_a_thousand_machines_are_placed_in_no_time_and_no_device_twice(count):
     rng = random.Random(count)
     machines = [machine(f"n{i}", [0] * 4 + [1] * 4, busy={rng.randrange(8)} if i % 5 == 0 else ()) for i in range(1000)]
-    began = time.perf_counter()
+    began = time.process_time()
     chosen = place(count, machines)
-    assert time.perf_counter() - began < 5.0
+    assert time.process_time() - began < 5.0
     taken = [(take.machine, i) for take in chosen.takes for i in take.indices]
     assert len(taken) == len(set(taken)) == count
