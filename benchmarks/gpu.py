@@ -199,11 +199,10 @@ def memory(device: str, folder: Path) -> Found:
     for name, micro in CASES:
         plan = Plan(strategy="single", device=device, devices=1, global_batch=micro, micro_batch=micro,
                     activation_checkpointing="checkpointed" in name)  # type: ignore[arg-type] # fmt: skip
+        if device == "cpu":  # a cap, which is never reached, has what was freed given back at once
+            plan = plan.with_(memory_cap_bytes=2**36)
         account = predict(profile_case(name), plan)
-        if device == "cpu":
-            peak = measure(name, plan).peak_bytes
-        else:
-            peak = _cuda_peak(name, plan)
+        peak = _cuda_peak(name, plan) if device == "cuda" else measure(name, plan).peak_bytes
         found[name] = f"{account.device_peak_bytes / 2**20:.0f} MiB predicted, {peak / 2**20:.0f} measured"
         found[f"{name} ratio"] = account.device_peak_bytes / peak
         check(peak <= account.device_bytes_with_headroom, f"{name}: {found[name]}")
