@@ -36,6 +36,7 @@ from rung.strategies.errors import RungError, StorageError
 from rung.strategies.shards import Interval
 
 WRITERS = 4
+REMOTE_WRITERS = 8  # each may hold a copy of what it sends, of up to 96 MiB
 
 Saved = tuple[int, Layout, Mapping[str, Any]]  # step, what lies where in the buffer, meta
 
@@ -231,7 +232,8 @@ class Saver:
             store.write(f"{folder}/{name}", view)
             return _entry(name, view)
 
-        pool = ThreadPoolExecutor(max_workers=max(1, min(WRITERS, store.parallel, len(layout.files))))
+        most = min(REMOTE_WRITERS if store.remote else WRITERS, store.parallel, len(layout.files))
+        pool = ThreadPoolExecutor(max_workers=max(1, most))
         try:
             running = {number: pool.submit(one, number) for number in filled}
             entries = [running[number].result() for number in range(len(layout.files))]
