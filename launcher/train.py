@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,8 +125,8 @@ class Trainer:
         with beyond_memory_cap():  # a compiler that inherits the cap of a device does not get far
             zero_ops.build(plan, deadline_s=deadline_s)
         self.strategy = make_strategy(
-            plan, rank, group, scratch=lambda: scratch_folder(self.job), deadline_s=deadline_s
-        )  # fmt: skip
+            plan, rank, group, scratch=partial(scratch_folder, self.job), deadline_s=deadline_s
+        )
         self.balancer.meet()
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.reporter = Reporter(self.link, self.memory)
@@ -173,8 +174,12 @@ class Trainer:
             workers = min(workers, self.most_loader_workers)
         self.loader = Loader(
             self.train_data, self.task.collate, self.order, self.plan, self.link.rank,
-            epoch=self.progress.epoch, position=self.progress.position, workers=workers,
+            epoch=self.progress.epoch, position=self.progress.position, workers=workers, told=self._without_workers,
         )  # fmt: skip
+
+    def _without_workers(self, why: str) -> None:
+        self.most_loader_workers = 0
+        self.link.send(Note(text=why, warning=True))
 
     def _auto_workers(self) -> int:
         """As many as the cores that training leaves free can feed, judged by one micro-batch fetched here."""
@@ -392,8 +397,6 @@ class Trainer:
                            beat=self._told_to_stop)  # fmt: skip
         if metrics is not None and self.link.rank == 0:
             self.link.send(Validated(step=self.progress.step, metrics=metrics, seconds=time.perf_counter() - began))
-
-    # ---------------------------------------------------------------- small things
 
     def to_device(self, batch: Any) -> Any:
         """The batch on this worker's device. Every micro-batch comes by here, so the heart beats with it."""

@@ -1,13 +1,15 @@
 """Steps: each global batch of the data order, cut for one rank into micro-batches."""
 
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rung.launcher.data.fetch import Collate, Fetch, MapStyle, Randomness, probe
 from rung.launcher.data.order import Indices, Order, batches
 from rung.launcher.data.workers import Task, Workers
-from rung.strategies.errors import TaskError
+from rung.strategies.errors import TaskError, WorkersFailed
+from rung.strategies.oom import oom_kind
 from rung.strategies.plan import Cut, Plan, cut
 
 
@@ -89,6 +91,9 @@ class Loader:
     trainer fetches by itself, while it iterates, and its random generators stay untouched. `random` says what draws
     random numbers; None tries it on a few samples. Close it, or use it as a context manager.
 
+    Where shared memory is too small for what the workers send, they are given up: the trainer fetches by itself from
+    there on, the same samples in the same order. `told` then hears why.
+
     Raises DataError if the place is not in the order, TaskError for what the user's data set or collate raises, and
     WorkersFailed if a loader worker died.
     """
@@ -106,6 +111,7 @@ class Loader:
         epochs: int | None = None,
         workers: int = 0,
         random: Randomness | None = None,
+        told: Callable[[str], None] | None = None,
     ) -> None:
         if (size := _size(dataset)) != order.size:
             raise ValueError(f"the order is made for {order.size} samples, the data set has {size}")
@@ -118,6 +124,7 @@ class Loader:
         self._planned = iter(schedule)
         self._micro: Iterator[Micro] = iter(())
         self._workers: Workers | None = None
+        self._told = told
         if workers > 0:
             self._workers = Workers(self._fetch, schedule.tasks, workers, pin=plan.device == "cuda")
 
@@ -148,11 +155,28 @@ class Loader:
 
     def _fetched(self, planned: _Planned) -> Iterator[Micro]:
         for indices, filler in planned.micro:
-            if self._workers:
-                batch = next(self._workers)
-            else:
+            batch = self._sent() if self._workers else None
+            if self._workers is None:
                 batch = self._fetch(planned.epoch, indices.tolist(), preserve=True)
             yield Micro(indices=indices, batch=batch, filler=filler)
+
+    def _sent(self) -> object:
+        """The next batch from the workers; when these can send nothing for want of shared memory they are gone."""
+        assert self._workers is not None
+        try:
+            return next(self._workers)
+        except Exception as error:
+            full = isinstance(error, WorkersFailed) and error.exit_status == -signal.SIGBUS
+            if not full and oom_kind(error) != "shared":
+                raise
+        self.close()
+        self._workers = None
+        if self._told is not None:
+            self._told(
+                "shared memory (/dev/shm) is full: loader workers are given up, the trainer fetches its data itself; "
+                "a larger /dev/shm (in a container: --shm-size) or smaller batches would keep them"
+            )
+        return None
 
     def close(self) -> None:
         """Ends the loader workers."""
