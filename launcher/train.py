@@ -120,13 +120,11 @@ class Trainer:
     def _build(self) -> None:
         plan, rank = self.plan, self.link.rank
         group = self.link.store(GROUP_S) if plan.devices > 1 else None
-        # The heartbeat is to find who hangs before those who wait for it lose patience.
-        deadline_s = max(GROUP_S, self.job.hang_s + 60.0)
+        deadline_s = max(GROUP_S, self.job.hang_s + 60.0)  # the heartbeat is to find who hangs first
         with beyond_memory_cap():  # a compiler that inherits the cap of a device does not get far
             zero_ops.build(plan, deadline_s=deadline_s)
-        self.strategy = make_strategy(
-            plan, rank, group, scratch=partial(scratch_folder, self.job), deadline_s=deadline_s
-        )
+        scratch = partial(scratch_folder, self.job)
+        self.strategy = make_strategy(plan, rank, group, scratch=scratch, deadline_s=deadline_s)
         self.balancer.meet()
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.reporter = Reporter(self.link, self.memory)
@@ -160,8 +158,7 @@ class Trainer:
 
     def _try_ten(self) -> None:
         self.reporter.enter(self.progress.step, "first samples")
-        count = min(smoke.TEN, self.order.length)
-        first = [int(i) for i in self.order.indices(self.progress.epoch, 0, count)]
+        first = [int(i) for i in self.order.indices(self.progress.epoch, 0, min(smoke.TEN, self.order.length))]
         smoke.try_ten(self.task, self.strategy, self.train_data, first, self.to_device)
 
     def open_loader(self) -> None:
