@@ -91,6 +91,7 @@ def test_shared_memory_that_is_full_is_done_without(project):
     assert same_bits(project.weights("whole"), project.weights()) == []
 
 
+@pytest.mark.soak
 def test_a_loader_worker_that_cannot_allocate_is_memory_and_no_broken_sample(project):
     write(project, HOW="hoard")
     done = project.launch(*SETS, "data.workers=2", "devices.count=1")
@@ -167,6 +168,7 @@ def test_a_package_that_is_missing_ends_it_at_once_and_is_named(project, late):
     assert not late or causes(project) == ["dependency"]
 
 
+@pytest.mark.soak
 def test_a_stopped_worker_is_a_hung_one(project):
     """SIGSTOP: nothing of it answers, no thread, no stack."""
     sets = ["devices.count=2", "strategy.name=ddp", "steps=60", "task_args={sleep_s: 0.05}", "hang_s=3"]
