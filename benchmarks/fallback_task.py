@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-SAMPLES, BATCH, STEPS, EVERY = 2048, 64, 60, 10
+SAMPLES, BATCH, STEPS, EVERY = 2048, 64, 30, 5
 FAULTS = Path("fault.json")
 
 
@@ -111,7 +111,7 @@ def cap(size: int) -> None:
 
 
 def loop(batch_size: int) -> None:
-    """A training loop as people write it: saves every ten steps, goes on from what it finds."""
+    """A training loop as people write it: saves every five steps, goes on from what it finds."""
     import torch.distributed as dist
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
