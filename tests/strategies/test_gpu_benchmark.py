@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2]))
+from benchmarks.gpu import PARTS, apart
 
 ROOT = Path(__file__).parents[2]
 GPU = [sys.executable, "-m", "benchmarks.gpu"]
@@ -24,10 +28,19 @@ def test_its_parts_run_on_a_cpu_and_are_written_down(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu_it_says_so() -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here: run the script itself")
     done = subprocess.run(GPU, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 3
     assert "no CUDA GPU" in done.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="shows what a CUDA GPU does, and there is none")
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_holds_on_a_gpu(part: str) -> None:
+    found = apart(part, "cuda")
+    if found["outcome"].startswith("skipped"):
+        pytest.skip(found["outcome"])
+    assert found["outcome"] == "ok", found
