@@ -163,7 +163,8 @@ class _Scatter:
         codes = _column([number[d] for d in manifest.tensors.dtypes])[which]
         self._code = codes[segments.owner]  # of each segment
         self._stops = np.append(segments.tasks[1:], len(segments.file))
-        self._on_cuda = any(map(attrgetter("is_cuda"), self._data))
+        self._on_cpu = all(map(attrgetter("is_cpu"), self._data))
+        self._on_cuda = not self._on_cpu and any(map(attrgetter("is_cuda"), self._data))
         self._local = threading.local()
         self._find_direct(codes)
 
@@ -175,7 +176,7 @@ class _Scatter:
         direct = _column([number.get(d.dtype, -1) for d in data]) == codes
         if not all(map(torch.Tensor.is_contiguous, data)):
             direct &= np.array([d.is_contiguous() for d in data])
-        if self._on_cuda or not all(map(attrgetter("is_cpu"), data)):
+        if not self._on_cpu:
             direct &= np.array([d.is_cpu for d in data])
         self._direct = direct[segments.owner] & (segments.nbytes >= DIRECT_BYTES)
         self._memory, self._place = memoryview(b""), segments.place
