@@ -158,7 +158,7 @@ def test_modules_that_only_making_the_model_imports_are_counted(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
 
     def build():
-        import heavy_module_of_a_test  # noqa: F401, PLC0415
+        import heavy_module_of_a_test  # noqa: F401
 
         return nn.Linear(4, 4)
 
