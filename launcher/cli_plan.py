@@ -41,10 +41,14 @@ def plan(
 
     if measure and hardware is not None:
         raise JobError("--measure runs on the machines that are here, --hardware describes others", hint="use one")
+    if hardware is not None and not hardware.is_file():
+        raise JobError(
+            f"--hardware {hardware}: there is no such file", hint="it has lines such as devices: 8 x H100-80G"
+        )
     loaded = load(job, sets or ())
     with View(stream=sys.stderr if as_json else None) as view, fleet_of(loaded, view, PRELOAD) as fleet:
         machines = parse_hardware(read_mapping(hardware), str(hardware)) if hardware is not None else fleet.machines()
-        ladder = make_ladder(fleet.planned(loaded), machines, view)
+        ladder = make_ladder(fleet.planned(loaded), machines, view, always=True)
         if measure:
             from rung.launcher.trials import measure as run_some
             from rung.launcher.watch.progress import size

@@ -16,16 +16,17 @@ from rung.launcher.speeds import find_speed
 from rung.launcher.watch.progress import View
 
 
-def make_ladder(job: Job, hardware: Hardware | Inventory, view: View) -> Ladder:
-    """Profiles the task where that can change the choice, and plans. OMP_NUM_THREADS, if set, is the most threads of
-    a worker, as everywhere else."""
+def make_ladder(job: Job, hardware: Hardware | Inventory, view: View, *, always: bool = False) -> Ladder:
+    """Profiles the task where that can change the choice (or `always`), and plans. OMP_NUM_THREADS, if set, is the most
+    threads of a worker, as everywhere else."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    return with_threads(_ladder(job, hardware, view), int(wanted)) if wanted.isdigit() else _ladder(job, hardware, view)
+    ladder = _ladder(job, hardware, view, always)
+    return with_threads(ladder, int(wanted)) if wanted.isdigit() else ladder
 
 
-def _ladder(job: Job, hardware: Hardware | Inventory, view: View) -> Ladder:
+def _ladder(job: Job, hardware: Hardware | Inventory, view: View, always: bool) -> Ladder:
     simple = plan_ladder(job, hardware)
-    if not worth_it(job, simple.best.device):
+    if not always and not worth_it(job, simple.best.device):
         return simple
     profile, trouble = find_profile(job, simple.best.precision)
     if profile is None:

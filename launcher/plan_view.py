@@ -19,7 +19,8 @@ def rows(ladder: Ladder, *, all_rungs: bool = False) -> list[tuple[str, ...]]:
     entries: list[Rung | Rejected] = [*ladder.rungs, *sorted(ladder.rejected, key=lambda entry: entry.short_bytes)]
     for entry in entries:
         plan, key = entry.plan, _way(entry.plan)
-        if key in seen and not all_rungs:
+        senseless = isinstance(entry, Rejected) and not entry.short_bytes  # whatever its micro-batch
+        if key in seen and (senseless or not all_rungs):
             continue
         seen.add(key)
         account = entry.account

@@ -20,8 +20,8 @@ KEPT_S = 7 * 86400.0
 
 
 def find_speed(cores: int) -> Speed | None:
-    """What was measured of this machine's cores; None where that did not work or others disturbed it, which costs only
-    precision."""
+    """What was measured of this machine's cores; None where that did not work, which costs only precision. What was
+    measured beside busy programs holds for now, and is not kept."""
     kept = cache_folder() / "speed" / f"{_machine(cores)}.json"
     try:
         if time.time() - kept.stat().st_mtime < KEPT_S:
@@ -29,9 +29,8 @@ def find_speed(cores: int) -> Speed | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there, or of another version: measured again
     speed = _measure(cores)
-    if speed is None or speed.disturbed:
-        return None
-    keep_whole(kept, json.dumps(asdict(speed)))
+    if speed is not None and not speed.disturbed:
+        keep_whole(kept, json.dumps(asdict(speed)))
     return speed
 
 

@@ -58,9 +58,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Storages that count elsewhere."""
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._keep.append(storage)
-            self._ignored.add(storage._cdata)
+            # A fake tensor that was copied deeply tells another storage than its views do.
+            for storage in (tensor.untyped_storage(), tensor.detach().view_as(tensor).untyped_storage()):
+                self._keep.append(storage)
+                self._ignored.add(storage._cdata)
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> int:
         """Strikes out storages that stay (optimizer state) and returns their bytes, those of scalars included."""
@@ -111,6 +112,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, moved: int) -> None:
+        if func.namespace == "prim":
+            return  # a question about a fake tensor (its device), which no real one asks
         packet = func._overloadpacket
         work = self._work
         if (formula := flop_registry.get(packet)) is not None:

@@ -1,3 +1,4 @@
+import copy
 import resource
 import time
 
@@ -49,9 +50,21 @@ def test_lines_hold_at_a_size_that_was_not_traced(profile):
 def test_a_real_step_books_the_same_bytes_as_a_traced_one():
     traced, real = profile_of(SMALL), profile_of(SMALL, fake=False)
     assert real.method == "measured"
+    assert traced.plain.operations == pytest.approx(real.plain.operations, rel=0.05)
+    assert traced.plain.moved.at(8) == pytest.approx(real.plain.moved.at(8), rel=0.05)
     # Some real kernels make a tensor more than their fake versions, none of weight.
     assert highest(traced.plain.first, 256) == pytest.approx(highest(real.plain.first, 256), rel=0.02)
     assert (traced.optimizer_bytes, traced.step_bytes) == (real.optimizer_bytes, real.step_bytes)
+
+
+def test_weights_that_were_copied_deeply_are_not_taken_for_activations():
+    def build():
+        layer = nn.Linear(512, 512)
+        return nn.Sequential(*(copy.deepcopy(layer) for _ in range(4)))
+
+    case = Case(name="c", build=build, sample=vectors(512), micro_batches=(1, 2, 4))
+    traced, real = profile_of(case), profile_of(case, fake=False)
+    assert highest(traced.plain.again, 4) == pytest.approx(highest(real.plain.again, 4), rel=0.02)
 
 
 def test_checkpointing_trades_activations_for_work(profile):
