@@ -72,11 +72,6 @@ class FileLayout:
     header: bytes
     groups: tuple[Group, ...]
 
-    @property
-    def scattered(self) -> bool:
-        """It is put together from small pieces for the most part."""
-        return sum(len(group.items) for group in self.groups) * SMALL_BYTES > self.size
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:

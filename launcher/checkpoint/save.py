@@ -9,12 +9,11 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -99,39 +98,16 @@ class Saver:
         on_cuda = any(map(attrgetter("is_cuda"), data))
         self._reserve(layout.buffer_bytes, pinned=on_cuda)
         self._saved = None
-        self._copy((step, layout, dict(meta or {})), data, on_cuda=on_cuda)
+        # Nothing is written meanwhile: on a machine that is busy, that made the copy several times slower.
+        for file in layout.files:
+            _fill(self._buffer, file.begin, file, data, gather=True)
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+        self._saved = (step, layout, dict(meta or {}))
+        thread = threading.Thread(target=self._run, args=(self._saved,), name=f"save-{step}", daemon=True)
+        thread.start()  # fails where there is no memory for its stack
+        self._thread = thread
         return Blocked(waited_s=waited - began, copied_s=time.perf_counter() - waited)
-
-    def _copy(self, saved: Saved, data: Sequence[torch.Tensor], *, on_cuda: bool) -> None:
-        """Brings all files into the buffer, and hands them to the thread that writes them."""
-        step, layout, _ = saved
-        filled: SimpleQueue[int | None] = SimpleQueue()
-
-        def hand_over(numbers: Sequence[int]) -> None:
-            for number in numbers:
-                filled.put(number)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, args=(saved, filled), name=f"save-{step}", daemon=True)
-                thread.start()  # fails where there is no memory for its stack
-                self._thread = thread
-
-        last: list[int] = []
-        try:
-            for number, file in enumerate(layout.files):
-                _fill(self._buffer, file.begin, file, data, gather=True)
-                # The copy of many small tensors is bound by the calls, so that writing beside it costs nothing; that of
-                # large ones by memory, which writing would take a part of.
-                if file.scattered and not on_cuda:
-                    hand_over([number])
-                else:
-                    last.append(number)
-            if on_cuda:
-                torch.cuda.current_stream().synchronize()
-        except BaseException:
-            filled.put(None)
-            raise
-        self._saved = saved
-        hand_over(last)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until the last save is durable; false if it is not within `timeout_s`. Raises its error, once."""
@@ -155,7 +131,7 @@ class Saver:
         if self._saved is None:
             raise StorageError("there is no snapshot that could be saved elsewhere")
         step, layout, meta = self._saved
-        return self._write(store, step, layout, meta, range(len(layout.files)))
+        return self._write(store, step, layout, meta)
 
     def emergency(
         self,
@@ -205,43 +181,36 @@ class Saver:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
             self._buffer = torch.empty(needed, dtype=torch.uint8, pin_memory=pinned)
 
-    def _run(self, saved: Saved, filled: "SimpleQueue[int | None]") -> None:
+    def _run(self, saved: Saved) -> None:
         step, layout, meta = saved
         try:
-            part = self._write(self._store, step, layout, meta, _each(filled, len(layout.files)))
+            part = self._write(self._store, step, layout, meta)
             self._last_part = part
             self._on_part(part)
-        except _Abandoned:
-            return  # the copy failed, which `snapshot` raised
         except BaseException as error:  # a thread has nobody to raise to: whatever it is, it is handed on
             mine = error if isinstance(error, RungError) else StorageError(f"saving step {step} failed: {error!r}")
             self._error = mine
             if self._on_failure is not None:
                 self._on_failure(step, mine)
 
-    def _write(self, store: Store, step: int, layout: Layout, meta: Mapping[str, Any], filled: Iterable[int]) -> Part:
-        """Writes the files, each as soon as its number comes out of `filled`."""
+    def _write(self, store: Store, step: int, layout: Layout, meta: Mapping[str, Any]) -> Part:
         began = time.perf_counter()
         names = [self._next_name() for _ in layout.files]
         folder = folder_of(step)
         store.require_free(sum(f.size for f in layout.files))
 
-        def one(number: int) -> FileEntry:
-            file, name = layout.files[number], names[number]
+        def one(file: FileLayout, name: str) -> FileEntry:
             view = _bytes_of(self._buffer[file.begin : file.begin + file.size])
             store.write(f"{folder}/{name}", view)
             return _entry(name, view)
 
-        most = min(REMOTE_WRITERS if store.remote else WRITERS, store.parallel, len(layout.files))
-        pool = ThreadPoolExecutor(max_workers=max(1, most))
         try:
-            running = {number: pool.submit(one, number) for number in filled}
-            entries = [running[number].result() for number in range(len(layout.files))]
+            writers = min(REMOTE_WRITERS if store.remote else WRITERS, store.parallel)
+            with ThreadPoolExecutor(max_workers=writers) as pool:
+                entries = list(pool.map(one, layout.files, names))
         except BaseException:
-            pool.shutdown(cancel_futures=True)
             self._forget(store, [f"{folder}/{name}" for name in names])
             raise
-        pool.shutdown()
         return self._part(step, layout, entries, meta, time.perf_counter() - began)
 
     def _forget(self, store: Store, paths: list[str]) -> None:
@@ -278,19 +247,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _entry(name: str, view: memoryview) -> FileEntry:
     digests = [xxhash.xxh3_64_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
     return FileEntry(name=name, size=len(view), block_bytes=BLOCK_BYTES, hashes=b"".join(digests))
-
-
-class _Abandoned(Exception):
-    """The state could not be copied, so that there is nothing to write."""
-
-
-def _each(filled: "SimpleQueue[int | None]", count: int) -> Iterator[int]:
-    """The numbers of the files, as they are filled."""
-    for _ in range(count):
-        number = filled.get()
-        if number is None:
-            raise _Abandoned
-        yield number
 
 
 def _fill(buffer: torch.Tensor, at: int, file: FileLayout, data: Sequence[torch.Tensor], *, gather: bool) -> None:

@@ -1,4 +1,4 @@
-"""Thousands of small tensors: read straight into place, written while they are copied, and no less verified."""
+"""Thousands of small tensors: read straight into place, and no less verified."""
 
 import random
 
