@@ -8,7 +8,7 @@ from support import Project
 pytestmark = pytest.mark.slow
 
 BAD = """
-        if os.environ["RANK"] in {ranks} and self.calls == 9:
+        if os.environ["RANK"] in {ranks} and self.calls == 8:
             data = Points(self.samples, self.scale)
             found = [int((data.x == row).all(1).nonzero()[0]) for row in batch[0]]
             open("bad-of-" + os.environ["RANK"], "w").write(" ".join(map(str, found)))
