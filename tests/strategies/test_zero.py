@@ -177,8 +177,8 @@ def test_a_partitioned_model_starts_from_the_weights_of_a_plain_one() -> None:
 def test_no_process_ever_holds_a_whole_partitioned_model() -> None:
     for rank in run(2, cases.memory):
         assert rank["built"] < 96 + 40, "each of two ranks holds half of 192 MB, and a layer of 16 MB at a time"
-        assert rank["streamed"] < 52, "weights of 16 MB one at a time, with what gloo takes to move one"
-        assert rank["evaluated"] < 52, "in evaluation too"
+        assert rank["streamed"] < 70, "weights of 16 MB one at a time, with what gloo takes to move one"
+        assert rank["evaluated"] < 70, "in evaluation too"
 
 
 def test_nothing_is_left_in_the_process_after_closing(tmp_path: Path) -> None:
