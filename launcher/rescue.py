@@ -29,6 +29,8 @@ class Rescuer:
         self._changing = threading.Lock()
         self._frozen = False
         self._sound = True
+        self._writing = threading.Lock()
+        self._retired = False
         self._leave = threading.Event()
         link.intercept = self._on
 
@@ -50,6 +52,11 @@ class Rescuer:
             self._sound = False
             yield
             self._sound = True
+
+    def retire(self) -> None:
+        """The state is about to be taken apart: what is being written is finished, and nothing is promised any more."""
+        with self._writing:
+            self._retired = True
 
     def hold(self, error: BaseException) -> None:
         """Called with the exception that ends this worker: stays until the launcher has what can be had."""
@@ -79,8 +86,11 @@ class Rescuer:
         self._frozen = True
         if got:
             self._changing.release()
-        self._link.send(Position(step=self._step(), sound=got and self._sound, failing=False))
+        sound = got and self._sound and not self._retired
+        self._link.send(Position(step=self._step(), sound=sound, failing=False))
 
     def _save(self, whole: bool, elsewhere: str | None) -> None:
         lift_memory_cap()
-        self._write(whole, elsewhere)
+        with self._writing:
+            if not self._retired:
+                self._write(whole, elsewhere)

@@ -61,6 +61,7 @@ class Trainer:
             negative_loss=self.job.guard.negative_loss,
         )
         self.progress = Progress()
+        self.wish_to_stop = ""  # this rank's own; `stop_reason` is what all have agreed on
         self.stop_reason = ""
         self.going_back = False
         self.loader: Loader | None = None
@@ -93,6 +94,7 @@ class Trainer:
             self.rescuer.hold(error)
             raise
         finally:
+            self.rescuer.retire()
             self._close()
         reason = "rollback" if self.going_back else "stopped" if self.stop_reason else "done"
         self.link.send(Finished(step=self.progress.step, reason=reason, peak_bytes=self.memory.peak()))
@@ -104,9 +106,7 @@ class Trainer:
 
     def on_sigterm(self, _number: int, _frame: object) -> None:
         """Preemption of one worker stops all, after the step and a save."""
-        self.stop_reason = "SIGTERM"
-
-    # ---------------------------------------------------------------- before the loop
+        self.wish_to_stop = "SIGTERM"
 
     def _count_steps(self) -> None:
         if self.train_data is None:
@@ -305,18 +305,18 @@ class Trainer:
         told = [loss_sum, float(self._told_to_stop()), float(timed), *self.balancer.tell()]
         loss, stop, save, *seconds = self.strategy.collectives.agree(told)
         self.balancer.hear(seconds)
-        if stop and not self.stop_reason:
-            self.stop_reason = "a peer was told to stop"
+        if stop:
+            self.stop_reason = self.wish_to_stop or "a peer was told to stop"
         self._save_now = save > 0
         return loss
 
     def _told_to_stop(self) -> bool:
         while (message := self.link.poll()) is not None:
             if isinstance(message, Stop):
-                self.stop_reason = message.reason or "asked to stop"
+                self.wish_to_stop = message.reason or "asked to stop"
             elif isinstance(message, CutBack):
                 self.most_loader_workers = message.loader_workers
-        return bool(self.stop_reason)
+        return bool(self.wish_to_stop)
 
     def _lr_factor(self) -> float:
         return schedule_factor(self.job.schedule, self.progress.step, self.total_steps)

@@ -186,6 +186,20 @@ def test_preemption_of_one_worker_saves_on_all(project):
     assert len(project.checkpoints()) == 1
 
 
+def test_preemption_in_the_middle_of_a_validation_stops_all_at_the_same_step(project):
+    task = (project.folder / "task.py").read_text()
+    term = 'os.kill(os.getpid(), signal.SIGTERM) if os.environ["RANK"] == "1" and not model.training else None'
+    changed = task.replace(
+        "        self.calls += model.training\n", f"        self.calls += model.training\n        {term}\n"
+    )
+    assert changed != task
+    (project.folder / "task.py").write_text(changed)
+    done = project.launch("devices.count=2", "strategy.name=ddp", "steps=200", "validation.every=3 steps")
+    assert done.code == 143, done.all
+    assert "fallback" not in done.out, done.all
+    assert len(project.checkpoints()) == 1
+
+
 def test_a_job_that_always_loses_a_worker_ends_with_exit_5(project):
     task = (project.folder / "task.py").read_text()
     (project.folder / "task.py").write_text(task.replace('os.path.exists("failed-once")', "False"))
