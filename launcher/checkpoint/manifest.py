@@ -272,7 +272,13 @@ def commit(store: Store, manifest: Manifest) -> str:
     Returns the folder. Raises `StorageError` if a file is missing or has another size; nothing is committed then.
     On a local disk the names in the folder are durable before the manifest is, and the manifest's after it.
     """
-    check_files(store, manifest)
+    try:
+        check_files(store, manifest)
+    except CheckpointDamaged as error:  # not the checkpoint that a run goes on from: no reason to go back before that
+        raise StorageError(
+            f"the checkpoint of step {manifest.step} was not committed: {error.message}",
+            url=error.url, hint="somebody deletes or alters files of this run while it trains",
+        ) from None  # fmt: skip
     store.write_atomic(f"{manifest.folder}/{NAME}", manifest.to_bytes())
     return manifest.folder
 
