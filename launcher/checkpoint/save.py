@@ -98,7 +98,7 @@ class Saver:
         on_cuda = any(map(attrgetter("is_cuda"), data))
         self._reserve(layout.buffer_bytes, pinned=on_cuda)
         self._saved = None
-        # Nothing is written meanwhile: on a machine that is busy, that made the copy several times slower.
+        # Nothing is written meanwhile: the copy is what training waits for, and it has the machine to itself.
         for file in layout.files:
             _fill(self._buffer, file.begin, file, data, gather=True)
         if on_cuda:
