@@ -310,7 +310,9 @@ def test_real_group_with_512_mib_is_seen_and_its_kill_counted() -> None:
     finally:
         folder.rmdir()
     assert seen["limit"] == seen["total"] == 512 * MIB
-    assert 0 < seen["available"] <= seen["free"] < 512 * MIB
+    assert 0 < seen["available"] < 512 * MIB
+    # The two are read one after the other, and the interpreter's own pages come and go in between.
+    assert seen["available"] <= seen["free"] + MIB < 513 * MIB
     assert folder.name in seen["source"]
     assert seen["signal"] == 9, "the kernel ended the child that asked for more than the limit"
     assert seen["kills"][1] == seen["kills"][0] + 1

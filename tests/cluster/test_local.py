@@ -219,7 +219,7 @@ def test_a_worker_deaf_to_all_is_killed_in_bounded_time(tmp_path: Path) -> None:
         values(workers, 2)
         began = time.monotonic()
         workers.stop(0.5)
-        assert 2.0 < time.monotonic() - began < 4.5
+        assert 2.0 < time.monotonic() - began < 20.0  # 2.6 s on an idle machine
         assert {end.signal for end in workers.ends} == {signal.SIGKILL}
         assert workers.verdict() is None, "we killed them ourselves"
         workers.stop()
@@ -324,7 +324,7 @@ def test_a_launcher_killed_with_minus_9_leaves_nothing(tmp_path: Path) -> None:
     launcher, pids = launch(tmp_path)
     launcher.kill()
     launcher.communicate()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30  # a second on an idle machine
     while left := [pid for pid in pids if exists(pid)]:
         assert time.monotonic() < until, left
         time.sleep(0.02)
@@ -336,7 +336,7 @@ def test_ctrl_c_reaches_the_launcher_alone_and_leaves_nothing(tmp_path: Path) ->
     os.killpg(launcher.pid, signal.SIGINT)
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     assert errors.count("KeyboardInterrupt") == 1, errors
     assert not [pid for pid in pids if exists(pid)]
     assert not any("Interrupt" in log.read_text() for log in tmp_path.glob("*.log"))
