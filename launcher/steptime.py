@@ -72,7 +72,10 @@ def _micro_s(profile: Profile, plan: Plan, setting: Setting) -> float:
         work *= 4 / 3
     work += activity.moved.at(samples) / device.bytes_per_s
     if plan.device == "cpu":
-        fresh = _fresh_share(activity, plan, samples) * activity.made.at(samples)
+        # Smaller micro-batches take blocks that malloc keeps, yet were not seen to be faster for it: their products are
+        # slower by as much (benchmarks/plans.py). So the share is that of the whole batch at once.
+        whole = -(-plan.global_batch // plan.devices)
+        fresh = _fresh_share(activity, plan, whole) * activity.made.at(samples)
         faults = fresh / device.fresh_bytes_per_s if device.fresh_bytes_per_s else 0.0
         return work + faults + activity.operations * device.launch_s
     return max(work, activity.operations * device.launch_s)
