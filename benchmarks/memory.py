@@ -13,7 +13,6 @@ predicts anew. Beside it, what `accelerate estimate-memory` and DeepSpeed's esti
 
 import argparse
 import hashlib
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from benchmarks.memory_cases import Case
 from benchmarks.memory_held_out import all_cases
 from benchmarks.memory_measure import measure, profile_case
 from benchmarks.memory_table import HEADER, Line, line_of, summary
+from benchmarks.rows import Rows
 from rung.strategies.memory import Account, predict
 from rung.strategies.plan import Plan, StrategyName
 from rung.strategies.profile import Profile
@@ -45,26 +45,8 @@ SHORT = {
 LARGE_CAP = 64 * 2**30
 
 
-class Results:
-    """What was measured so far, one JSON object a line."""
-
-    def __init__(self, file: Path | None) -> None:
-        self.file = file
-        self.rows: list[dict[str, object]] = []
-        self.look()
-
-    def look(self) -> None:
-        """Reads what is there: other calls may be measuring at the same time."""
-        if self.file is not None and self.file.is_file():
-            self.rows = [json.loads(line) for line in self.file.read_text().splitlines()]
-
-    def add(self, **row: object) -> None:
-        """Keeps one measurement."""
-        self.rows.append(row)
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as f:
-                f.write(json.dumps(row) + "\n")
+class Results(Rows):
+    """What was measured so far."""
 
     def peak(self, key: tuple[str, str, int]) -> dict[str, object] | None:
         """The measurement without a tight cap, or None."""

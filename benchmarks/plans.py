@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from benchmarks.memory import profile_of
 from benchmarks.memory_held_out import find
 from benchmarks.memory_measure import measure
+from benchmarks.rows import Rows
 from rung.cluster.hardware import probe
 from rung.launcher.machines import inventory_of, usable_cores
 from rung.launcher.planner import Ladder, plan_ladder
@@ -66,20 +67,8 @@ QUESTIONS = (
 )
 
 
-class Results:
+class Results(Rows):
     """Measured steps by question and plan, and the machine's speed when they were taken."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        there = file.read_text().splitlines() if file.is_file() else []
-        self.rows: list[dict[str, object]] = [json.loads(line) for line in there]
-
-    def add(self, **row: object) -> None:
-        """Keeps one."""
-        self.rows.append(row)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a") as f:
-            f.write(json.dumps(row) + "\n")
 
     def speed(self) -> Speed:
         """Measured once for all."""

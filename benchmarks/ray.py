@@ -16,31 +16,14 @@ import tempfile
 import time
 from pathlib import Path
 
-TASK = '''
-import os, time
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from benchmarks.mlp_task import MLP
 
+TASK = (
+    MLP
+    + '''
 
-class Bench:
+class Bench(Mlp):
     """Marks in a file when its loss is called for the n-th time on rank 0, for n in MARKS."""
-
-    def __init__(self, width=768, depth=4, samples=8192):
-        self.width, self.depth, self.samples, self.calls = width, depth, samples, 0
-
-    def model(self):
-        layers = [nn.Linear(64, self.width), nn.ReLU()]
-        for _ in range(self.depth):
-            layers += [nn.Linear(self.width, self.width), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(self.width, 10))
-
-    def dataset(self, split):
-        if split != "train":
-            return None
-        g = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(self.samples, 64, generator=g),
-                             torch.randint(10, (self.samples,), generator=g))
 
     def loss(self, model, batch):
         self.calls += 1
@@ -57,6 +40,7 @@ def json_marks(kept={}):
         kept.update(json.load(open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "marks.json"))))
     return kept
 '''
+)
 
 SCRIPT = """
 import os, sys

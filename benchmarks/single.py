@@ -15,32 +15,16 @@ import tempfile
 import time
 from pathlib import Path
 
-TASK = '''
-import os, time
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from benchmarks.mlp_task import MLP
 
+TASK = (
+    MLP
+    + '''
 
-class Bench:
+class Bench(Mlp):
     """Marks in a file when its loss is called for the n-th time, for n in MARKS."""
 
-    def __init__(self, width, depth, samples=8192):
-        self.width, self.depth, self.samples, self.calls = width, depth, samples, 0
-        self.marks = {int(n) for n in os.environ["MARKS"].split(",")}
-
-    def model(self):
-        layers = [nn.Linear(64, self.width), nn.ReLU()]
-        for _ in range(self.depth):
-            layers += [nn.Linear(self.width, self.width), nn.ReLU()]
-        return nn.Sequential(*layers, nn.Linear(self.width, 10))
-
-    def dataset(self, split):
-        if split != "train":
-            raise KeyError(split)
-        g = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(self.samples, 64, generator=g),
-                             torch.randint(10, (self.samples,), generator=g))
+    marks = {int(n) for n in os.environ["MARKS"].split(",")}
 
     def loss(self, model, batch):
         self.calls += 1
@@ -49,6 +33,7 @@ class Bench:
                 f.write(f"{self.calls} {time.time()}\\n")
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 '''
+)
 
 SCRIPT = """
 import sys

@@ -84,7 +84,7 @@ def _linux(root: Path) -> tuple[Host, list[Finding]]:
     cpus, cpus_source = float(len(allowed)), f"{len(allowed)} CPUs allowed"
     if limits.cpus is not None and limits.cpus < cpus:
         cpus, cpus_source = limits.cpus, limits.cpus_source
-    name, extension = _cpu_kind(root)
+    name, extension = cpu_kind(root)
     return Host(
         hostname=socket.gethostname(),
         os=f"{platform.system()} {platform.release()}",
@@ -172,7 +172,7 @@ def _numa(root: Path, allowed: frozenset[int]) -> tuple[NumaNode, ...]:
     return tuple(sorted(nodes, key=lambda node: node.index))
 
 
-def _cpu_kind(root: Path) -> tuple[str, str]:
+def cpu_kind(root: Path = ROOT) -> tuple[str, str]:
     """Model name and the best extension for matrix work. Only the first processor's lines are read: the kernel asks
     every core for its clock as the file is read on."""
     facts: dict[str, str] = {}

@@ -16,13 +16,13 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
 from rung.cluster import balance
+from rung.cluster.host import cpu_kind
 from rung.launcher.messages import Note, Noticed
 from rung.strategies.findings import Finding, Level
 
@@ -175,12 +175,4 @@ def device_kind(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         return f"{found.name} {found.total_memory >> 30}"
-    return f"{device.type} {platform.machine()} {_cpu_model()} {threads}"
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    return f"{device.type} {platform.machine()} {cpu_kind()[0]} {threads}"

@@ -5,15 +5,12 @@
 
 import hashlib
 import json
-import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rung.cluster.failures import Ended
 from rung.cluster.link import Link
-from rung.cluster.local import Message, Workers, WorkerSpec
+from rung.launcher.aside import ask
 from rung.launcher.folder import cache_folder, keep_whole
 from rung.launcher.job import Job
 from rung.launcher.messages import ProfileRequest
@@ -79,24 +76,14 @@ def digest_of(job: Job, precision: Precision) -> str:
 
 def _trace(job: Job, precision: Precision, digest: str, deadline_s: float) -> Profile | str:
     request = ProfileRequest(job=job.to_dict(), source=job.source, precision=precision, digest=digest)
-    with tempfile.TemporaryDirectory(prefix="rung-profile-") as folder:
-        log = Path(folder) / "profile.log"
-        until = time.monotonic() + deadline_s
-        with Workers.start(ENTRY, [WorkerSpec(rank=0, payload=request, log=log, threads=1)]) as workers:
-            while time.monotonic() < until:
-                for event in workers.poll(0.2):
-                    match event:
-                        case Message(value=Profile() as profile):
-                            return profile
-                        case Message(value=str() as why):
-                            return why
-                        case Ended(failure=failure) if failure is not None and failure.error is not None:
-                            raise failure.error
-                        case Ended():
-                            said = workers.verdict()
-                            return f"the model could not be profiled: {said.line if said else 'the process ended'}"
-            workers.stop(0.0)
-    return f"the model could not be profiled within {deadline_s:g} s"
+    answer = ask(ENTRY, request, deadline_s=deadline_s)
+    if answer is None:
+        return f"the model could not be profiled within {deadline_s:g} s"
+    if answer.error is not None:
+        raise answer.error
+    if isinstance(answer.value, Profile | str):
+        return answer.value
+    return f"the model could not be profiled: {answer.line}"
 
 
 # -------------------------------------------------------------------- in the throw-away process

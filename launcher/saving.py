@@ -10,7 +10,7 @@ from typing import Any
 from rung.cluster.link import Link, beyond_memory_cap
 from rung.launcher.checkpoint.load import Loader as StateLoader
 from rung.launcher.checkpoint.manifest import Manifest, Part
-from rung.launcher.checkpoint.save import REMOTE_WRITERS, WRITERS, Saver
+from rung.launcher.checkpoint.save import Saver, writers
 from rung.launcher.job import Job
 from rung.launcher.messages import Assignment, Note, Saved, SaveFailed
 from rung.launcher.storage import Store
@@ -19,9 +19,6 @@ from rung.strategies.base import Strategy
 from rung.strategies.errors import RungError, StorageError
 from rung.strategies.state import aliases, shapes
 
-#: Threads that a save starts: one that saves, its writers, and one of the store's.
-SAVER_THREADS = 2 + WRITERS
-REMOTE_SAVER_THREADS = 2 + REMOTE_WRITERS
 #: How long a save may hold up a worker before its silence counts as a hang, in seconds.
 SLOW_SAVE_S = 3600.0
 
@@ -125,7 +122,7 @@ class Saving:
             return
         waited_s = self._let_end()
         # The copy lies in host memory; on a CPU device only the accounting tells it from the device's.
-        threads = REMOTE_SAVER_THREADS if self._store.remote else SAVER_THREADS
+        threads = 2 + writers(self._store)  # one that saves, its writers, and one of the store's
         with beyond_memory_cap(threads=threads if self._first else 0):
             blocked = self._saver.snapshot(step, self._strategy.intervals("save"), self._meta(lr_factor))
         self._first = False

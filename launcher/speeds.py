@@ -5,11 +5,10 @@ import json
 import time
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 
-from rung.cluster.failures import Ended
+from rung.cluster.host import cpu_kind
 from rung.cluster.link import Link
-from rung.cluster.local import Message, Workers, WorkerSpec
+from rung.launcher.aside import ask
 from rung.launcher.folder import cache_folder, keep_whole
 from rung.strategies.speed import Rates, Speed
 
@@ -28,7 +27,8 @@ def find_speed(cores: int) -> Speed | None:
             return speed_from_json(kept.read_text())
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there, or of another version: measured again
-    speed = _measure(cores)
+    answer = ask(ENTRY, cores, deadline_s=DEADLINE_S, threads=cores)
+    speed = answer.value if answer is not None and isinstance(answer.value, Speed) else None
     if speed is not None and not speed.disturbed:
         keep_whole(kept, json.dumps(asdict(speed)))
     return speed
@@ -42,30 +42,8 @@ def speed_from_json(text: str) -> Speed:
 
 def _machine(cores: int) -> str:
     """Changes with the processor, the cores that may be used, and torch."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    model = next((line for line in text.splitlines() if line.startswith("model name")), "")
+    model, _ = cpu_kind()
     return hashlib.blake2b(f"{model} {cores} {version('torch')}".encode(), digest_size=8).hexdigest()
-
-
-def _measure(cores: int) -> Speed | None:
-    import tempfile
-
-    until = time.monotonic() + DEADLINE_S
-    with tempfile.TemporaryDirectory(prefix="rung-speed-") as folder:
-        spec = WorkerSpec(rank=0, payload=cores, log=Path(folder) / "speed.log", threads=cores)
-        with Workers.start(ENTRY, [spec]) as workers:
-            while time.monotonic() < until:
-                for event in workers.poll(0.1):
-                    match event:
-                        case Message(value=Speed() as speed):
-                            return speed
-                        case Ended():
-                            return None
-            workers.stop(0.0)
-    return None
 
 
 def main(link: Link, cores: int) -> None:

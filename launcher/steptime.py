@@ -65,7 +65,8 @@ def _micro_s(profile: Profile, plan: Plan, setting: Setting) -> float:
     a CPU nothing runs ahead: the times to start operations add up, and so do those to get memory from the kernel."""
     activity = (profile.checkpointed if plan.activation_checkpointing else None) or profile.plain
     device = setting.device
-    samples = -(-plan.global_batch // plan.devices) / accumulation(plan)
+    share = -(-plan.global_batch // plan.devices)
+    samples = share / accumulation(plan)
     rate = device.flops.get(plan.precision) or device.flops.get("fp32") or 1e12
     work = activity.flops.at(samples) / (rate * device.efficiency)
     if plan.activation_checkpointing and profile.checkpointed is None:
@@ -73,9 +74,8 @@ def _micro_s(profile: Profile, plan: Plan, setting: Setting) -> float:
     work += activity.moved.at(samples) / device.bytes_per_s
     if plan.device == "cpu":
         # Smaller micro-batches take blocks that malloc keeps, yet were not seen to be faster for it: their products are
-        # slower by as much (benchmarks/plans.py). So the share is that of the whole batch at once.
-        whole = -(-plan.global_batch // plan.devices)
-        fresh = _fresh_share(activity, plan, whole) * activity.made.at(samples)
+        # slower by as much (benchmarks/plans.py). So it is judged by the whole share at once.
+        fresh = _fresh_share(activity, plan, share) * activity.made.at(samples)
         faults = fresh / device.fresh_bytes_per_s if device.fresh_bytes_per_s else 0.0
         return work + faults + activity.operations * device.launch_s
     return max(work, activity.operations * device.launch_s)

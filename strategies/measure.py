@@ -6,8 +6,8 @@ import threading
 import torch
 import torch.distributed as dist
 
-#: What a process takes of a CUDA device outside of the allocator, as the prediction (memory.py) has it.
-CONTEXT_BYTES, NCCL_BYTES = 500 << 20, 300 << 20
+from rung.strategies.memory import CONTEXT_BYTES, NCCL_BYTES
+
 #: How often the memory of a CPU worker is looked at, in seconds. A look takes 3 microseconds, but also the GIL: looking
 #: ten times as often was seen to cost steps of 5 ms a few percent.
 LOOK_S = 0.1

@@ -23,6 +23,8 @@ GIB = 2**30
 Kind = Literal["cpu", "cuda", "mps"]
 BYTES_OF = {"fp32": 4, "bf16": 2, "fp16": 2}
 
+# What a process takes of a CUDA device outside of the allocator: context and kernels, and NCCL's channels.
+CONTEXT_BYTES, NCCL_BYTES = 500 * MIB, 300 * MIB
 # What our strategies set; strategies/zero.py and ddp.py use the same numbers.
 DDP_BUCKET_BYTES = 25 * MIB
 ZERO_BUCKET_ELEMENTS = 50_000_000
@@ -283,9 +285,9 @@ def _overhead(profile: Profile, plan: Plan, factors: Factors, items: list[Item])
         ]
     if plan.device == "mps":
         return [Item(name="allocator and libraries", device_bytes=256 * MIB + so_far // 20, source="measured"), extra]
-    nccl = 300 * MIB if plan.devices > 1 else 0
+    nccl = NCCL_BYTES if plan.devices > 1 else 0
     return [
-        Item(name="context", device_bytes=500 * MIB + nccl, source="CUDA context and kernels; NCCL channels"),
+        Item(name="context", device_bytes=CONTEXT_BYTES + nccl, source="CUDA context and kernels; NCCL channels"),
         Item(name="workspace", device_bytes=64 * MIB, source="cuBLAS and cuDNN workspaces"),
         Item(name="allocator", device_bytes=so_far // 25, source="4%, with expandable segments"),
         extra,

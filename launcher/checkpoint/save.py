@@ -37,6 +37,12 @@ from rung.strategies.shards import Interval
 WRITERS = 4
 REMOTE_WRITERS = 8  # each may hold a copy of what it sends, of up to 96 MiB
 
+
+def writers(store: Store) -> int:
+    """How many threads write a save to this store."""
+    return min(REMOTE_WRITERS if store.remote else WRITERS, store.parallel)
+
+
 Saved = tuple[int, Layout, Mapping[str, Any]]  # step, what lies where in the buffer, meta
 
 
@@ -205,8 +211,7 @@ class Saver:
             return _entry(name, view)
 
         try:
-            writers = min(REMOTE_WRITERS if store.remote else WRITERS, store.parallel)
-            with ThreadPoolExecutor(max_workers=writers) as pool:
+            with ThreadPoolExecutor(max_workers=writers(store)) as pool:
                 entries = list(pool.map(one, layout.files, names))
         except BaseException:
             self._forget(store, [f"{folder}/{name}" for name in names])

@@ -9,13 +9,10 @@ import urllib.request
 
 import pytest
 
-from rung.launcher.checkpoint.find import find, newest_valid
 from rung.launcher.checkpoint.lease import Lease
-from rung.launcher.checkpoint.manifest import folder_of
-from rung.launcher.checkpoint.retention import prune, sweep
 from rung.launcher.storage import Store
 from rung.strategies.errors import ObjectMissing, RunLocked, StorageError
-from tests.launcher.checkpoints import differs, save, state
+from tests.launcher.checkpoints import lives_on
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("gcsfs", reason="the gcs extra is not installed")
@@ -68,15 +65,7 @@ def test_a_run_lives_on_gcs(endpoint):
     began = time.monotonic()
     store.probe()
     assert time.monotonic() - began < 20  # gcsfs's own class waits a minute for an answer by gRPC
-    for step in (1, 2, 3):
-        save(store, step, state(step), 3)
-    assert [info.step for info in find(store)] == [3, 2, 1]
-    assert prune(store, keep=2) == [folder_of(1)]
-    store.write(f"{folder_of(9)}/shard-1-0-1.safetensors", b"left behind")
-    assert sweep(store) == [folder_of(9)]
-    found, rejected = newest_valid(store)
-    assert (found.step, rejected) == (3, [])
-    assert differs(store, found, state(3), 2) == []
+    lives_on(store)
 
 
 def test_a_large_object_comes_back_as_it_was(endpoint):

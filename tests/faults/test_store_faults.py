@@ -26,7 +26,7 @@ from rung.launcher.storage import Store
 from rung.strategies.errors import CheckpointDamaged, RunLocked, StorageError
 from tests.faults.endless_saver import save_for_ever
 from tests.faults.faulty_proxy import FaultyProxy
-from tests.launcher.checkpoints import differs, owned, save, state
+from tests.launcher.checkpoints import differs, lives_on, owned, save, state
 
 pytestmark = pytest.mark.slow
 SECRET = "a-secret-access-key-of-nobody"
@@ -68,15 +68,7 @@ def impatient(proxy, s3: Store) -> Store:
 
 def test_a_run_lives_on_s3(s3, proxy):
     s3.probe()
-    for step in (1, 2, 3):
-        save(s3, step, state(step), 3)
-    assert [info.step for info in find(s3)] == [3, 2, 1]
-    assert prune(s3, keep=2) == [folder_of(1)]
-    s3.write(f"{folder_of(9)}/shard-1-0-1.safetensors", b"left behind")
-    assert sweep(s3) == [folder_of(9)]
-    found, rejected = newest_valid(s3)
-    assert (found.step, rejected) == (3, [])
-    assert differs(s3, found, state(3), 2) == []
+    lives_on(s3)
 
 
 def test_a_large_object_goes_up_in_parts_and_comes_down_in_ranges(s3, proxy, monkeypatch):

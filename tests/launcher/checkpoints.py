@@ -5,8 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
+from rung.launcher.checkpoint.find import find, newest_valid
 from rung.launcher.checkpoint.load import Loader
-from rung.launcher.checkpoint.manifest import Manifest, Meta, Part, commit, merge
+from rung.launcher.checkpoint.manifest import Manifest, Meta, Part, commit, folder_of, merge
+from rung.launcher.checkpoint.retention import prune, sweep
 from rung.launcher.checkpoint.save import Saver
 from rung.launcher.storage import Store
 from rung.strategies.shards import Interval
@@ -83,3 +85,16 @@ def differs(store: Store, manifest: Manifest, tensors: State, world: int = 1) ->
         Loader(store, manifest).fill(found)
         wrong += [e.name for e, f in zip(expected, found, strict=True) if not torch.equal(e.data, f.data)]
     return wrong
+
+
+def lives_on(store: Store) -> None:
+    """Saves, finds, prunes, sweeps and loads: what a run asks of a store."""
+    for step in (1, 2, 3):
+        save(store, step, state(step), 3)
+    assert [info.step for info in find(store)] == [3, 2, 1]
+    assert prune(store, keep=2) == [folder_of(1)]
+    store.write(f"{folder_of(9)}/shard-1-0-1.safetensors", b"left behind")
+    assert sweep(store) == [folder_of(9)]
+    found, rejected = newest_valid(store)
+    assert (found.step, rejected) == (3, [])
+    assert differs(store, found, state(3), 2) == []
