@@ -182,6 +182,7 @@ def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | Gi
             pause_s=pause,
         )
     fewer = [p for p in ladder.plans if rules.fewest_devices <= p.devices < last.plan.devices]
+    fewer = [p for p in fewer if rules.enabled and allowed(last.plan, p, rules)]
     if fewer:
         plan = max(fewer, key=lambda p: p.devices)
         return Retry(plan=plan, ladder=ladder, reason=f"{what} {count} times: {difference(last.plan, plan)}")
@@ -209,7 +210,7 @@ def allowed(old: Plan, new: Plan, rules: Rules) -> bool:
 def changes(old: Plan, new: Plan) -> list[str]:
     """Names of what differs, in the words that `fallback: {allow: [...]}` uses."""
     found: list[str] = []
-    if old.strategy != new.strategy:
+    if old.strategy != new.strategy and (old.strategy, new.strategy) != ("ddp", "single"):
         found.append("strategy")
     if old.micro_batch != new.micro_batch and old.devices == new.devices:
         found.append("micro_batch")

@@ -213,7 +213,7 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
     for count in counts:
         choice = query.pool.choose(count)
         for strategy, optimizer, parameters in _ways(count):
-            if pins.strategy not in (None, strategy):
+            if pins.strategy not in (None, strategy) and not _stands_in(pins, strategy):
                 continue
             if pins.offload_optimizer not in (None, optimizer) or pins.offload_parameters not in (None, parameters):
                 continue
@@ -244,6 +244,11 @@ def _ways(count: int) -> Iterator[tuple[StrategyName, Offload, Offload]]:
     names: tuple[StrategyName, ...] = ("single",) if count == 1 else ("ddp",)
     yield from ((name, "none", "none") for name in (*names, *("zero1", "zero2", "zero3")))
     yield from _OFFLOADS
+
+
+def _stands_in(pins: Pins, strategy: StrategyName) -> bool:
+    """Where a job says ddp and may go down to one device, `single` is what ddp is there."""
+    return (pins.strategy, strategy) == ("ddp", "single")
 
 
 def _micro_batches(query: _Query, count: int) -> list[int]:
@@ -333,15 +338,16 @@ def _order(query: _Query, rung: Rung, ample: set[int]) -> tuple[float, ...]:
     """
     plan = rung.plan
     offloads = sum(("none", "host", "disk").index(w) for w in (plan.offload_optimizer, plan.offload_parameters))
+    stands_in = float(_stands_in(query.pins, plan.strategy))
     simple = (_SIMPLEST[plan.strategy], offloads, plan.activation_checkpointing, -plan.micro_batch)
     if rung.time is None:
         frugal = (offloads, plan.zero_stage, plan.activation_checkpointing, -plan.micro_batch)
         devices = plan.devices if query.pool.kind == "cpu" else -plan.devices
-        return (devices, *map(float, frugal))
+        return (stands_in, devices, *map(float, frugal))
     handicap = ZERO_HANDICAP if plan.zero_stage and plan.devices in ample else 1.0
     if plan.device == "cpu" and rung.per_node > 1 and 1 in ample:
         handicap *= PROCESSES_HANDICAP
-    return (round(_log(rung.time.total_s * handicap)), *map(float, simple))
+    return (stands_in, round(_log(rung.time.total_s * handicap)), *map(float, simple))
 
 
 def _log(seconds: float) -> float:
@@ -356,6 +362,8 @@ def _reasons(query: _Query, plan: Plan, account: Account | None) -> dict[str, st
     pins = query.pins
     reasons = dict(query.reasons)
     reasons["strategy"] = "set in the job" if pins.strategy else ""
+    if _stands_in(pins, plan.strategy):
+        reasons["strategy"] = "what ddp is on one device"
     reasons["devices"] = "set in the job" if pins.devices else query.pool.why(plan.devices)
     share, slots = -(-plan.global_batch // plan.devices), accumulation(plan)
     if pins.micro_batch:

@@ -209,6 +209,21 @@ def test_a_job_that_always_loses_a_worker_ends_with_exit_5(project):
     assert done.out.count("restart") == 3
 
 
+@pytest.mark.soak
+def test_where_a_worker_stays_away_it_goes_on_with_fewer_devices(project):
+    task = (project.folder / "task.py").read_text()
+    (project.folder / "task.py").write_text(
+        task.replace('os.path.exists("failed-once")', "os.environ['WORLD_SIZE'] == '1'")
+    )
+    sets = ["strategy.name=ddp", "steps=20", "schedule=constant"]
+    assert project.launch(*sets, "devices.count=1", "run=whole").code == 0
+    done = project.launch(*sets, "devices.count=[1, 2]", "task_args={fail: [1, 8, kill]}", timeout=115)
+    assert done.code == 0, done.all
+    assert "ddp on 2 -> single on 1" in done.out
+    whole, fallen = project.weights("whole"), project.weights()
+    assert all(whole[n].allclose(fallen[n], rtol=1e-4, atol=1e-6) for n in whole)
+
+
 HANGS = ["devices.count=2", "steps=12", "schedule=constant", "hang_s=3"]
 
 

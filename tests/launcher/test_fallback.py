@@ -150,6 +150,16 @@ def test_a_worker_that_stays_away_means_fewer_devices_where_the_job_allows():
     assert found.plan == one
 
 
+def test_fewer_devices_are_a_change_that_a_job_may_forbid():
+    one, zero = plan("single", devices=1), plan("zero2", devices=1)
+    history = [tried(A, Cause.LOST_WORKER)] * (MOST_RESTARTS + 1)
+    assert changes(A, one) == ["devices"]  # ddp on one device is called single
+    assert decide(history, ladder(A, one), Rules(allow=("devices",))).plan == one
+    assert isinstance(decide(history, ladder(A, zero), Rules(allow=("devices",))), GiveUp)
+    assert isinstance(decide(history, ladder(A, one), Rules(allow=("micro_batch",))), GiveUp)
+    assert isinstance(decide(history, ladder(A, one), Rules(enabled=False)), GiveUp)
+
+
 def test_progress_between_lost_workers_resets_the_count():
     history = [tried(A, Cause.LOST_WORKER, first=n, step=n + 9) for n in range(50)]
     found = decide(history, ladder(A), Rules())

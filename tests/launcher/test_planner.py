@@ -138,6 +138,15 @@ def test_pins_are_honoured():
     assert plan_ladder(make_job(kind="cpu"), inventory_of(probe())).best.device == "cpu"
 
 
+def test_ddp_on_one_device_is_single_and_comes_last():
+    ladder = plan_ladder(make_job(name="ddp", count=(1, 2)), cpu_machine(), TINY_FP32)
+    kinds = [(plan.strategy, plan.devices) for plan in ladder.plans]
+    assert set(kinds) == {("ddp", 2), ("single", 1)}
+    assert kinds.index(("single", 1)) > len(kinds) - 1 - kinds[::-1].index(("ddp", 2))
+    alone = plan_ladder(make_job(name="ddp", count=1), cpu_machine(), TINY_FP32).best
+    assert (alone.strategy, alone.reasons["strategy"]) == ("single", "what ddp is on one device")
+
+
 @pytest.mark.parametrize(
     ("job", "says"),
     [
