@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rung.strategies import oom
 from rung.strategies.errors import WorkersFailed
 from rung.strategies.memory import steady_allocator
 
@@ -261,6 +262,7 @@ def apply_memory_cap(cap_bytes: int) -> int:
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    oom.caps.append(limit)
     return limit
 
 

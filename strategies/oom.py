@@ -1,7 +1,8 @@
 """Tells running out of memory from every other failure.
 
-Types and error numbers are looked at first. Only `RuntimeError`, `OSError` and `SystemError`, which is what torch and
-the vendors' libraries raise, are searched for known phrases: a user's `ValueError("out of memory")` is not ours.
+Types and error numbers are looked at first. Only `RuntimeError`, `OSError`, `ImportError` and `SystemError`, which is
+what torch, the vendors' libraries and the interpreter raise, are searched for known phrases: a user's
+`ValueError("out of memory")` is not ours.
 Torch is not imported: an exception of torch's can only exist where torch is loaded already.
 """
 
@@ -36,13 +37,17 @@ _DEVICE = re.compile(
 _HOST = re.compile(
     r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)"
     r"|\bstd::bad_alloc\b|^bad allocation$"
-    r"|\[Errno 12\]|Cannot allocate memory"
+    r"|\[Errno 12\]|Cannot allocate memory(?! in static TLS)"
     r"|can't start new thread"  # no room for its stack
     r"|(?:^|\n|Caught )MemoryError\b"  # a loader worker's traceback, when its type could not be rebuilt here
     r"|Unable to allocate [\d.]+ [KMGTPE]?i?B"
     r"|failed to allocate (?:host|pinned) memory",
     re.IGNORECASE,
 )
+#: What the interpreter says when C code failed and set no exception, such as for want of memory.
+_UNSAID = re.compile(r"error return without exception set|returned NULL without setting an exception")
+#: The limits of memory that this process has been under, in bytes: what the interpreter leaves unsaid means memory then.
+caps: list[int] = []
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -100,6 +105,8 @@ def _kind_of_one(error: BaseException) -> OomKind | None:
         name = str(error.filename or "")
         if error.errno == errno.ENOSPC and name.startswith(("/dev/shm", "/torch_")):  # noqa: S108 - a test, not a use
             return "shared"
-    if isinstance(error, (RuntimeError, OSError, SystemError)):
+    if isinstance(error, SystemError) and _UNSAID.search(str(error)) and caps:
+        return "host"
+    if isinstance(error, (RuntimeError, OSError, ImportError, SystemError)):
         return oom_kind_of_text(str(error))
     return None

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from rung.strategies import oom
 from rung.strategies.errors import DoesNotFit
 from rung.strategies.oom import is_out_of_memory, oom_kind
 
@@ -41,6 +42,8 @@ def test_what_libraries_say_is_recognised(text: str, kind: str) -> None:
         RuntimeError("CUDA error: device-side assert triggered"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
         RuntimeError("Connection closed by peer [127.0.0.1]:1234"),
+        ImportError("libx.so: cannot allocate memory in static TLS block"),
+        SystemError("error return without exception set"),
         ValueError("CUDA out of memory"),
         KeyError("MemoryError"),
         OSError(errno.ENOSPC, "No space left on device", "/data/checkpoint"),
@@ -51,6 +54,17 @@ def test_what_libraries_say_is_recognised(text: str, kind: str) -> None:
 )
 def test_other_failures_are_not_out_of_memory(error: BaseException) -> None:
     assert not is_out_of_memory(error)
+
+
+def test_what_the_interpreter_leaves_unsaid_is_memory_where_that_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oom, "caps", [1 << 30])
+    assert oom_kind(SystemError("error return without exception set")) == "host"
+    assert oom_kind(SystemError("<built-in function f> returned NULL without setting an exception")) == "host"
+    assert oom_kind(SystemError("bad argument to internal function")) is None
+
+
+def test_a_library_that_does_not_load_for_want_of_memory_is_no_missing_one() -> None:
+    assert oom_kind(ImportError("libx.so: failed to map segment from shared object: Cannot allocate memory")) == "host"
 
 
 def test_types_and_numbers_decide_before_text() -> None:
