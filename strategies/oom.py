@@ -46,7 +46,7 @@ _HOST = re.compile(
 )
 #: What the interpreter says when C code failed and set no exception, such as for want of memory.
 _UNSAID = re.compile(r"error return without exception set|returned NULL without setting an exception")
-#: The limits of memory that this process has been under, in bytes: what the interpreter leaves unsaid means memory then.
+#: The limits that the memory of this process was put under, in bytes: what the interpreter leaves unsaid means memory.
 caps: list[int] = []
 
 
