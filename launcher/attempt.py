@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,11 +9,10 @@ from rung.cluster.failures import Cause, Ended, culprits
 from rung.cluster.link import Stop
 from rung.cluster.local import Message, WorkerSpec
 from rung.launcher.checkpoint.lease import Lease
-from rung.launcher.checkpoint.manifest import Part
 from rung.launcher.fallback import GiveUp, Retry, Tried
 from rung.launcher.folder import RunFolder
 from rung.launcher.job import Job
-from rung.launcher.keeper import Keeper
+from rung.launcher.keeper import Gathering, Keeper
 from rung.launcher.messages import (
     Assignment,
     Finished,
@@ -39,6 +37,7 @@ from rung.launcher.storage import Store
 from rung.launcher.watch.findings import finding_lines
 from rung.launcher.watch.metrics import Metrics
 from rung.launcher.watch.monitor import Monitor
+from rung.launcher.watch.output import Output
 from rung.launcher.watch.progress import Status, View, duration
 from rung.launcher.workers import Fleet
 from rung.strategies.errors import RungError, RunLocked, StorageError, WorkersFailed
@@ -105,7 +104,7 @@ class Attempt:
         self.status = Status(devices=plan.devices, memory_limit_bytes=plan.memory_cap_bytes)
         self.finished: dict[int, Finished] = {}
         self.ended: dict[int, Ended] = {}
-        self.parts: dict[int, dict[int, Part]] = defaultdict(dict)
+        self.parts = Gathering()
         self.positions: dict[int, Position] = {}
         self.outcome = Outcome(plan=plan)
         self._recent: list[tuple[float, int]] = []
@@ -127,6 +126,7 @@ class Attempt:
                        memory_cap_bytes=cap)
             for rank in range(self.plan.devices)
         ]  # fmt: skip
+        self.output = Output([spec.log for spec in specs], self.view.echo)
         try:
             group = self.fleet.start(ENTRY, specs, device=self.plan.device, deadline_s=START_S)
         except WorkersFailed as error:
@@ -140,11 +140,13 @@ class Attempt:
             self.workers, self.monitor = workers, monitor
             while len(self.ended) < self.plan.devices:
                 self._serve_all(POLL_S)
+                self.output.look()
                 self.monitor.tick()
                 if self._storage_error is not None:
                     self._save_elsewhere(self._storage_error)
                     break
                 if self._failed():
+                    self.output.look(last=True)  # what libraries say when their peers go helps nobody
                     self._rescue()
                     break
                 if self._out_of_patience() or self._lingers():
@@ -231,12 +233,10 @@ class Attempt:
     def _on_saved(self, saved: Saved) -> None:
         part = saved.part
         self.monitor.saved(saved)
-        self.parts[part.step][part.rank] = part
-        if len(self.parts[part.step]) < part.world:
+        if (parts := self.parts.add(part)) is None:
             return
-        parts = self.parts.pop(part.step)
         try:
-            name = self.keeper.commit([parts[r] for r in sorted(parts)], self.plan, self.outcome.last_metrics)
+            name = self.keeper.commit(parts, self.plan, self.outcome.last_metrics)
         except RungError as error:
             self._storage_error = error
             return
@@ -369,6 +369,7 @@ class Attempt:
         self.monitor.conclude()
         self.workers.stop(grace_s=0.0 if self.signals.again or self.positions else 3.0)
         self._serve_all(0.0)
+        self.output.look(last=True)
         outcome = self.outcome
         outcome.peak_bytes = max([outcome.peak_bytes, *(f.peak_bytes for f in self.finished.values())])
         if self._storage_error is not None:

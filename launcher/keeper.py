@@ -1,6 +1,7 @@
 """Keeps the checkpoints of a run: commits complete ones, deletes old ones, finds the one to go on from."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from rung.launcher.checkpoint import manifest as manifests
@@ -14,6 +15,23 @@ from rung.launcher.storage import Store
 from rung.launcher.watch.progress import View
 from rung.strategies.errors import StorageError
 from rung.strategies.plan import Plan
+
+
+class Gathering:
+    """Parts of checkpoints as workers report them. A step may be saved in two ways at once: each rank its share of it,
+    and, when one of them dies meanwhile, a survivor the whole; parts of the one do not complete the other."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], dict[int, Part]] = defaultdict(dict)
+
+    def add(self, part: Part) -> list[Part] | None:
+        """All parts of what `part` completes, by rank; None while others are to come."""
+        key = (part.step, part.world)
+        self._parts[key][part.rank] = part
+        if len(self._parts[key]) < part.world:
+            return None
+        there = self._parts.pop(key)
+        return [there[rank] for rank in sorted(there)]
 
 
 class Keeper:

@@ -2,6 +2,8 @@
 
 import pytest
 
+from rung.launcher.checkpoint.manifest import Part
+from rung.launcher.keeper import Gathering
 from rung.launcher.messages import Position
 from rung.launcher.salvage import salvage
 from rung.strategies.plan import Plan
@@ -49,3 +51,16 @@ def test_the_state_before_the_first_step_is_worth_nothing():
 
 def test_nobody_is_left():
     assert salvage(plan("ddp", 2), {}, committed_step=-1) is None
+
+
+def part(rank, world, step=16):
+    return Part(step=step, rank=rank, world=world, attempt="1", files=(), table="[]", pieces=None, meta={})
+
+
+def test_a_survivors_whole_state_is_not_mixed_with_shares_of_the_same_step():
+    gathering = Gathering()
+    assert gathering.add(part(1, 2)) is None  # then rank 0 dies while it writes its share
+    whole = part(0, 1)
+    assert gathering.add(whole) == [whole]
+    assert gathering.add(part(1, 2, step=17)) is None
+    assert [p.rank for p in gathering.add(part(0, 2, step=17))] == [0, 1]
