@@ -25,6 +25,9 @@ from rung.strategies.oom import OomKind, chain, oom_kind, oom_kind_of_text
 from rung.strategies.plan import DeviceType
 from rung.strategies.tracebacks import user_traceback
 
+LAST_WORDS = "rung: why this worker ended:"
+"""A line of its log, before a traceback that the launcher shows in its own way."""
+
 
 class Cause(str, Enum):
     """Why an attempt failed. Each deserves another answer; see `rung.launcher.fallback`."""

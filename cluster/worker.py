@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from rung.cluster.failures import describe
+from rung.cluster.failures import LAST_WORDS, describe
 from rung.cluster.link import (
     ARRIVED,
     FAILURE,
@@ -118,6 +118,8 @@ def _report(link: Link, rank: int, error: BaseException, at: float) -> None:
         failure = describe(rank, error, at=at)
         link.send_frame(FAILURE, failure)
     with contextlib.suppress(Exception):  # a full disk must not hide the exit code
+        sys.stdout.flush()
+        print(f"\n{LAST_WORDS}", file=sys.stderr)
         traceback.print_exception(error)
         sys.stderr.flush()
 

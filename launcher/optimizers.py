@@ -14,6 +14,9 @@ from rung.strategies.errors import JobError
 if TYPE_CHECKING:
     import torch
 
+_FUSED = ("adam", "adamw", "sgd")
+_FORMS = {"fused", "foreach", "capturable", "differentiable"}
+
 
 def make_optimizer(
     spec: Optimizer, groups: Sequence[dict[str, Any]], folder: Path | None = None
@@ -22,7 +25,9 @@ def make_optimizer(
 
     `weight_decay` goes to every parameter alike, one-dimensional ones too, as torch itself does; a task whose
     `parameters` gives groups of its own may set it by group. `lr` and `weight_decay` are left out where the optimizer
-    takes neither and the job has the default. Raises JobError for a name or argument that it does not have.
+    takes neither and the job has the default. Adam, AdamW and SGD update a weight in one pass over memory and without
+    temporaries (torch's `fused`), where torch by default takes a dozen; `optimizer.args.fused: false` has it so.
+    Raises JobError for a name or argument that it does not have.
     """
     import torch
 
@@ -31,6 +36,8 @@ def make_optimizer(
     if not callable(factory):
         raise JobError(f"optimizer.name: {spec.name} is a {type(factory).__name__}, not a class or function")
     arguments = _arguments(spec, factory)
+    if not custom and _can_be_fused(spec, groups):
+        arguments["fused"] = True
     if custom:
         with user_code(f"optimizer {spec.name}"):
             optimizer = factory(groups, **arguments)
@@ -57,6 +64,19 @@ def torch_optimizers() -> dict[str, "type[torch.optim.Optimizer]"]:
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base and name != "LBFGS"
     }
+
+
+def _can_be_fused(spec: Optimizer, groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether torch's fused update takes these weights and the job asks for no other form of it. Gradients of weights
+    that are not contiguous may lie otherwise in memory than these, which the kernels do not look at."""
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    if spec.name.lower() not in _FUSED or _FORMS & spec.args.keys():
+        return False
+    kinds = _get_fused_kernels_supported_devices()
+    return all(
+        p.device.type in kinds and p.is_floating_point() and p.is_contiguous() for g in groups for p in g["params"]
+    )
 
 
 def _of_torch(name: str) -> Callable[..., Any]:

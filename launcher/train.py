@@ -1,8 +1,8 @@
 """What each worker runs: build, restore, try ten samples, step, validate, save, close.
 
 Read `Trainer.run` from top to bottom. Every rank runs it in step with the others; what one rank alone knows is agreed
-on by `_agree` first. Out of memory on a single device is answered in `launcher/shrink.py`, any other failure by
-`launcher/rescue.py`.
+on first, in `launcher/exchange.py`. Out of memory on a single device is answered in `launcher/shrink.py`, any other
+failure by `launcher/rescue.py`.
 """
 
 import math
@@ -20,6 +20,7 @@ from rung.launcher.balancing import Balancer
 from rung.launcher.data.loader import Loader, Step, auto_workers
 from rung.launcher.data.prepare import prepare_run, refuse_other_filter
 from rung.launcher.data.rng import seed_everything
+from rung.launcher.exchange import Exchange
 from rung.launcher.folder import scratch_folder
 from rung.launcher.job import Job
 from rung.launcher.lossguard import LossGuard
@@ -63,6 +64,7 @@ class Trainer:
         self.progress = Progress()
         self.wish_to_stop = ""  # this rank's own; `stop_reason` is what all have agreed on
         self.stop_reason = ""
+        self.save_now = False  # as all have agreed
         self.going_back = False
         self.loader: Loader | None = None
         self.most_loader_workers: int | None = None
@@ -125,6 +127,7 @@ class Trainer:
             zero_ops.build(plan, deadline_s=deadline_s)
         scratch = partial(scratch_folder, self.job)
         self.strategy = make_strategy(plan, rank, group, scratch=scratch, deadline_s=deadline_s)
+        self.exchange = Exchange(self)
         self.balancer.meet()
         self.memory = Memory(self.strategy.device, plan.memory_cap_bytes)
         self.reporter = Reporter(self.link, self.memory)
@@ -216,7 +219,7 @@ class Trainer:
                 return
             if self.done or self._due(self.job.validation.every):
                 self._validate()
-            if self.done or self.stop_reason or self._save_now or self._due(self.job.checkpoint.every):
+            if self.done or self.stop_reason or self.save_now or self._due(self.job.checkpoint.every):
                 self.reporter.enter(self.progress.step, "saving")
                 self.saving.save(self._lr_factor())
 
@@ -233,7 +236,7 @@ class Trainer:
         lr = self._set_lr()
         loss_sum, weight, data_s = self._gradients(batch, began)
         before_s = time.perf_counter()
-        loss = self._agree(loss_sum) / weight if weight else 0.0
+        loss = self.exchange.end(loss_sum) / weight if weight else 0.0
         exchange_s = time.perf_counter() - before_s
         if math.isfinite(loss) and self.lossguard.goes_back(batch, loss):
             self.going_back = True
@@ -267,16 +270,15 @@ class Trainer:
         """
         strategy, task, devices = self.strategy, self.task, self.plan.devices
         own: list[float] | None = None
-        total = float(batch.count)
+        total, whole = float(batch.count), None
         if task.has_weight:
             batch = batch.materialise()
             own = [0.0 if m.filler else task.weight(m.batch) for m in batch.micro]
-            [total] = strategy.collectives.agree([sum(own)])
+            whole = strategy.collectives.begin([sum(own)])  # on its way during the first forward pass
         micros = iter(batch.micro)
         micro = next(micros)
         data_s = time.perf_counter() - began
         seed_everything(self.job.seed, self.progress.step + 1, self.link.rank)
-        scale = devices / total if total > 0 else 0.0
         loss_sum: torch.Tensor | float = 0.0
         for slot in range(batch.slots):
             weight = own[slot] if own is not None else (0.0 if micro.filler else float(len(micro.indices)))
@@ -284,33 +286,23 @@ class Trainer:
             with strategy.micro(last=slot == batch.slots - 1, empty=micro.filler):
                 with self.balancer.timing():
                     loss = task.loss(strategy.model, on_device)
-                factor = weight * scale
+                if whole is not None:
+                    [total], whole = whole(), None
+                factor = weight * devices / total if total > 0 else 0.0
+                if weight:
+                    loss_sum = loss_sum + loss.detach() * weight
+                if self.exchange.early and slot == batch.slots - 1:
+                    self.exchange.begin(float(loss_sum))
                 self.balancer.follow(loss)
                 strategy.backward(loss if factor == 1.0 else loss * factor)
-            if weight:
-                loss_sum = loss_sum + loss.detach() * weight
             if slot < batch.slots - 1:
                 before = time.perf_counter()
                 micro = next(micros)
                 data_s += time.perf_counter() - before
         return float(loss_sum), total, data_s
 
-    def _agree(self, loss_sum: float) -> float:
-        """The one small all-reduce of a step: the summed loss, whether any rank was told to stop, whether rank 0's
-        clock calls for a save, and how long each rank computed."""
-        every = self.job.checkpoint.every
-        clock = every is not None and every.unit == "minutes" and self.link.rank == 0
-        timed = clock and cadence.due(every, step=0, per_epoch=1, minutes_since_last=self.saving.minutes_since_last)
-        loss: float
-        told = [loss_sum, float(self._told_to_stop()), float(timed), *self.balancer.tell()]
-        loss, stop, save, *seconds = self.strategy.collectives.agree(told)
-        self.balancer.hear(seconds)
-        if stop:
-            self.stop_reason = self.wish_to_stop or "a peer was told to stop"
-        self._save_now = save > 0
-        return loss
-
-    def _told_to_stop(self) -> bool:
+    def told_to_stop(self) -> bool:
+        """Whether this rank was asked to stop. Reads what the launcher has sent."""
         while (message := self.link.poll()) is not None:
             if isinstance(message, Stop):
                 self.wish_to_stop = message.reason or "asked to stop"
@@ -345,7 +337,7 @@ class Trainer:
 
     def _pass_over(self, batch: Step) -> None:
         """A step over a batch that a rollback has put aside: it counts, and the weights stay as they are."""
-        self._agree(0.0)
+        self.exchange.end(0.0)
         p = self.progress
         with self.rescuer.changing():
             p.step += 1
@@ -382,7 +374,7 @@ class Trainer:
 
     def _due(self, every: cadence.Interval | None) -> bool:
         if every is None or every.unit == "minutes":
-            return False  # the clock is agreed on in _agree
+            return False  # the clock is agreed on in the step's exchange
         return cadence.due(every, step=self.progress.step, per_epoch=self.per_epoch, minutes_since_last=0.0)
 
     def _validate(self) -> None:
@@ -391,7 +383,7 @@ class Trainer:
         began = time.perf_counter()
         self.reporter.enter(self.progress.step, "validating")
         metrics = validate(self.task, self.strategy, self.valid_data, self.job.validation.batches, self.to_device,
-                           beat=self._told_to_stop)  # fmt: skip
+                           beat=self.told_to_stop)  # fmt: skip
         if metrics is not None and self.link.rank == 0:
             self.link.send(Validated(step=self.progress.step, metrics=metrics, seconds=time.perf_counter() - began))
 

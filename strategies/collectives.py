@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -71,12 +71,27 @@ class Collectives:
 
         Raises WorkersFailed when a peer is gone or does not come within the deadline.
         """
+        return self.begin(values, op)()
+
+    def begin(self, values: list[float], op: Literal["sum", "max"] = "sum") -> Callable[[], list[float]]:
+        """Starts what `agree` does and returns at once; the call that comes back waits for the others and gives the
+        result. All ranks begin and end their exchanges in the same order. Both raise as `agree` does."""
         if self._group is None:
-            return list(values)
+            return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        with naming_peers(self.rank, self.world, "while the workers agreed on a step", self._deadline_s):
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self._group)
-        return [float(value) for value in tensor.tolist()]
+        kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        with self._naming_peers():
+            work = dist.all_reduce(tensor, op=kind, group=self._group, async_op=True)
+
+        def end() -> list[float]:
+            with self._naming_peers():
+                work.wait()
+            return [float(value) for value in tensor.tolist()]
+
+        return end
+
+    def _naming_peers(self) -> contextlib.AbstractContextManager[None]:
+        return naming_peers(self.rank, self.world, "while the workers agreed on a step", self._deadline_s)
 
     def close(self) -> None:
         """Leaves the group, within seconds whatever the peers do. Never raises."""

@@ -278,8 +278,9 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _foreach(optimizer: torch.optim.Optimizer) -> bool:
-    """Switches to the form that PyTorch takes by default on CUDA, which works on all weights at once."""
-    if not all("foreach" in group for group in optimizer.param_groups):
+    """Switches to the form that PyTorch takes by default on CUDA, which works on all weights at once; not where the
+    optimizer is told to take another."""
+    if not all("foreach" in group and not group.get("fused") for group in optimizer.param_groups):
         return False
     for group in optimizer.param_groups:
         group["foreach"] = True

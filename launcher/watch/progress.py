@@ -76,6 +76,7 @@ class View:
     ) -> None:
         self.console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True, quiet=silent)
         self.live_wanted = self.console.is_terminal and not force_plain
+        self._echoes = not force_plain and not silent
         self.every_s = every_s
         self._live: Live | None = None
         self._last_plain_s = 0.0
@@ -90,6 +91,11 @@ class View:
     def say(self, text: str, *, style: str = "") -> None:
         """Prints one or more lines above the progress display. Markup in `text` is not interpreted."""
         self.console.print(Text(text, style=style))
+
+    def echo(self, text: str) -> None:
+        """Prints lines of the user's own code; not where rung itself reads what is shown (`force_plain`)."""
+        if self._echoes:
+            self.say(text)
 
     def table(self, table: object) -> None:
         """Prints any rich renderable."""

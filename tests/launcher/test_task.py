@@ -446,6 +446,26 @@ def test_every_optimizer_steps_with_the_jobs_defaults() -> None:
         assert optimizer.param_groups[0]["lr"] == 1e-4
 
 
+def test_updates_are_fused_where_torch_can_and_the_job_asks_for_nothing_else() -> None:
+    def made(parameter: torch.nn.Parameter, name: str = "adamw", **args: object) -> torch.optim.Optimizer:
+        return make_optimizer(Optimizer(name=name, lr=1e-2, args=args), [{"params": [parameter]}])
+
+    def one(**kind: object) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.linspace(-1, 1, 40, **kind).view(5, 8))  # type: ignore[call-overload]
+
+    for name in ("adam", "AdamW", "sgd"):
+        assert made(one(), name).defaults["fused"] is True
+        fused, plain = one(dtype=torch.float64), one(dtype=torch.float64)
+        for parameter, optimizer in ((fused, made(fused, name)), (plain, made(plain, name, fused=False))):
+            for step in range(5):
+                parameter.grad = parameter.detach().sin() + step
+                optimizer.step()
+        torch.testing.assert_close(fused, plain, rtol=1e-13, atol=1e-13)
+    assert made(one(), foreach=True).defaults["fused"] is None
+    assert made(one(dtype=torch.complex64)).defaults["fused"] is None
+    assert made(torch.nn.Parameter(one().detach().t())).defaults["fused"] is None
+
+
 def test_optimizer_arguments(tmp_path: Path) -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.5}]
     made = make_optimizer(Optimizer(name="SGD", lr=0.5, args={"momentum": 0.9}), groups)
