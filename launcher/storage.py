@@ -10,7 +10,7 @@ import secrets as random_secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from rung.launcher.storage_errors import Trouble, classify, clean_url, secrets_of, storage_error
 from rung.launcher.storage_fsspec import STALL_S, open_folder
@@ -36,6 +36,7 @@ class Backend(Protocol):
     def read(self, path: str, limit_bytes: int) -> bytes: ...
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None: ...
     def write(self, path: str, data: memoryview) -> None: ...
+    def write_from(self, path: str, fill: Callable[[IO[bytes]], None]) -> None: ...
     def write_atomic(self, path: str, data: bytes) -> None: ...
     def create_exclusive(self, path: str, data: bytes) -> bool: ...
     def sizes(self, path: str) -> dict[str, int]: ...
@@ -116,6 +117,12 @@ class Store:
         """
         view = memoryview(data).cast("B")
         self._try("writing", path, lambda: self._backend.write(path, view))
+
+    def write_from(self, path: str, fill: Callable[[IO[bytes]], None]) -> None:
+        """Writes a whole object out of what `fill` writes into the file that it is given: it is never in memory as a
+        whole, and it appears when it is complete. What goes to a remote store is collected in a temporary file first.
+        """
+        self._try("writing", path, lambda: self._backend.write_from(path, fill))
 
     def write_atomic(self, path: str, data: bytes) -> None:
         """Replaces a small object: every reader, at any time, sees the old one or the new one."""

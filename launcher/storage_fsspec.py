@@ -1,12 +1,15 @@
 """A folder of any store that fsspec knows, as `storage.Store` needs it. The only home of fsspec."""
 
+import contextlib
 import importlib
 import io
 import logging
+import mmap
 import os
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any
 
 from rung.launcher.storage_errors import clean_url, secrets_of, storage_error
 from rung.strategies.errors import DependencyError, JobError
@@ -32,6 +35,7 @@ class FsspecFolder:
         self._fs = filesystem
         self._root = root.rstrip("/")
         self._asynchronous = bool(getattr(filesystem, "async_impl", False))
+        self._protocols = set(filesystem.protocol if isinstance(filesystem.protocol, tuple) else (filesystem.protocol,))
         # Nothing says that a synchronous file system is safe to use from several threads.
         self._lock = threading.Lock()
         self.parallel = _REMOTE_PARALLEL if self._asynchronous else 2
@@ -61,7 +65,7 @@ class FsspecFolder:
             start += len(buffer)
 
     def write(self, path: str, data: memoryview) -> None:
-        protocols = self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,)
+        protocols = self._protocols
         if "s3" in protocols and len(data) >= 3 * _PART_BYTES:
             body: Any = _Body(data)
             parts = {"chunksize": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
@@ -72,6 +76,14 @@ class FsspecFolder:
             if not self._asynchronous:
                 self._call("makedirs", self._fs._parent(self._at(path)), exist_ok=True)
             self._call("pipe_file", self._at(path), bytes(data), moves_bytes=len(data))
+
+    def write_from(self, path: str, fill: Callable[[IO[bytes]], None]) -> None:
+        with _collected(fill) as (file, size):
+            if {"s3", "abfs"} & self._protocols:  # of which `write` uploads part by part
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                    self.write(path, view)
+            else:
+                self._call("put_file", file.name, self._at(path), moves_bytes=size)
 
     def write_atomic(self, path: str, data: bytes) -> None:
         self.write(path, memoryview(data))  # an object appears whole or not at all
@@ -122,6 +134,22 @@ class FsspecFolder:
         from fsspec.asyn import sync
 
         return sync(self._fs.loop, getattr(self._fs, f"_{name}"), *args, timeout=_seconds(moves_bytes), **kwargs)
+
+
+@contextlib.contextmanager
+def _collected(fill: Callable[[IO[bytes]], None]) -> Iterator[tuple[IO[bytes], int]]:
+    """What `fill` writes as a temporary file, and its size: an upload that is broken off half-way may leave an object
+    that looks whole."""
+    folder = tempfile.gettempdir()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="rung-upload-") as file:
+        try:
+            fill(file)
+            file.flush()
+        except OSError as error:
+            failed = storage_error(error, doing="collecting an object in", url=folder)
+            failed.hint = "TMPDIR names another folder for temporary files"
+            raise failed from None
+        yield file, file.tell()
 
 
 class _Body(io.RawIOBase):

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 CHUNK_BYTES = 8 << 20
 _IOV_MAX = 1024  # the limit of Linux and of macOS
@@ -66,6 +67,22 @@ class LocalDisk:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def write_from(self, path: str, fill: Callable[[IO[bytes]], None]) -> None:
+        """Replaces a file by what `fill` writes, once that is complete and on the disk."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._temporary(target)
+        try:
+            with temporary.open("xb") as file:
+                fill(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.sync_folder(target.parent)
 
     def write_atomic(self, path: str, data: bytes) -> None:
         """Replaces a small file: at any moment, also after a power cut, it has the old content or the new."""

@@ -5,13 +5,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from typing import IO, Any
 
 import numpy as np
 
 from rung.launcher.checkpoint.find import CheckpointInfo, find, find_all
 from rung.launcher.checkpoint.manifest import Manifest
-from rung.launcher.checkpoint.pieces import ITEM_BYTES
+from rung.launcher.checkpoint.pieces import ITEM_BYTES, Ints
 from rung.launcher.checkpoint.reads import VerifiedFiles, plan_reads
 from rung.launcher.checkpoint.retention import prune
 from rung.launcher.storage import Store
@@ -104,7 +106,8 @@ def export(store: Store, info: CheckpointInfo, target: Store, *, config: Mapping
 
     Whole tensors under the model's own names, in `model.safetensors`, or in numbered files of about 1 GiB with
     `model.safetensors.index.json`. `config` is written as `config.json`, which makes it the layout that Hugging Face's
-    `from_pretrained` reads. Every byte is verified on its way; at most one file is in memory.
+    `from_pretrained` reads. Every byte is verified on its way; in memory is a chunk of some MiB, whatever the size of
+    a tensor.
     """
     manifest = Manifest.read(store, info.folder)
     tensors = manifest.tensors
@@ -116,7 +119,7 @@ def export(store: Store, info: CheckpointInfo, target: Store, *, config: Mapping
     where: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
         name = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        target.write(name, _safetensors(store, manifest, group))
+        target.write_from(name, partial(_write, store, manifest, group))
         written.append(name)
         where |= {n.removeprefix(_PREFIX): name for n in group}
     if len(groups) > 1:
@@ -148,48 +151,81 @@ def _bytes_of(manifest: Manifest, name: str) -> int:
     return int(np.prod(manifest.tensors.shapes[i], dtype=np.int64)) * ITEM_BYTES[manifest.tensors.dtypes[i]]
 
 
-def _safetensors(store: Store, manifest: Manifest, names: list[str]) -> memoryview:
+def _write(store: Store, manifest: Manifest, names: list[str], file: IO[bytes]) -> None:
+    """A safetensors file of whole tensors: first its header, then the data a chunk at a time."""
     tensors = manifest.tensors
     names = sorted(names, key=lambda n: -ITEM_BYTES[tensors.dtypes[tensors.index[n]]])
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    spans: list[tuple[int, int]] = []
     for name in names:
         i, nbytes = tensors.index[name], _bytes_of(manifest, name)
-        span = (offset, offset + nbytes)
         entries[name.removeprefix(_PREFIX)] = {
             "dtype": tensors.dtypes[i],
             "shape": list(tensors.shapes[i]),
-            "data_offsets": list(span),
+            "data_offsets": [offset, offset + nbytes],
         }
-        spans.append(span)
         offset += nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
-    content = memoryview(bytearray(8 + len(text) + offset))
-    content[: 8 + len(text)] = struct.pack("<Q", len(text)) + text
-    data = content[8 + len(text) :]
-    _gather(store, manifest, names, [data[a:b] for a, b in spans])
-    return content
+    file.write(struct.pack("<Q", len(text)) + text)
+    # Over a network several reads at a time pay; of a disk one window is read about as fast as it is written.
+    most = store.window_bytes * (4 if store.remote else 1)
+    memory, files = bytearray(min(most, offset)), VerifiedFiles(store, manifest)
+    for chunk in _chunks(manifest, names, most):
+        sizes = (chunk.length * chunk.item).tolist()
+        stops = list(accumulate(sizes))
+        view = memoryview(memory)
+        _gather(files, manifest, chunk, [view[b - size : b] for b, size in zip(stops, sizes, strict=True)], store)
+        file.write(view[: stops[-1]])
 
 
-def _gather(store: Store, manifest: Manifest, names: list[str], targets: list[memoryview]) -> None:
-    """Brings whole tensors into memory, verified."""
-    tensors = manifest.tensors
-    which = np.array([tensors.index[n] for n in names], dtype=np.int64)
-    item = np.array([ITEM_BYTES[tensors.dtypes[i]] for i in which], dtype=np.int64)
-    length = np.array([len(t) for t in targets], dtype=np.int64) // item
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    """Runs of elements that are written one after the other; columns: tensor, first element, elements, their width."""
+
+    which: Ints
+    start: Ints
+    length: Ints
+    item: Ints
+
+
+def _chunks(manifest: Manifest, names: list[str], most_bytes: int) -> Iterator[_Chunk]:
+    """The tensors in this order, cut into chunks of at most so many bytes: many small ones or a part of a large one."""
+    rows: list[tuple[int, int, int, int]] = []
+    room = most_bytes
+    for name in names:
+        i = manifest.tensors.index[name]
+        item, at = ITEM_BYTES[manifest.tensors.dtypes[i]], 0
+        left = _bytes_of(manifest, name) // item
+        while left:
+            count = min(left, room // item)
+            if count == 0:  # wider elements than what is left of a chunk
+                yield _chunk(rows)
+                rows, room = [], most_bytes
+                continue
+            rows.append((i, at, count, item))
+            at, left, room = at + count, left - count, room - count * item
+    if rows:
+        yield _chunk(rows)
+
+
+def _chunk(rows: list[tuple[int, int, int, int]]) -> _Chunk:
+    which, start, length, item = np.array(rows, dtype=np.int64).T
+    return _Chunk(which=which, start=start, length=length, item=item)
+
+
+def _gather(files: VerifiedFiles, manifest: Manifest, chunk: _Chunk, targets: list[memoryview], store: Store) -> None:
+    """Brings a chunk into memory, verified."""
     segments = plan_reads(
-        tensors,
+        manifest.tensors,
         manifest.files,
-        which,
-        np.zeros_like(length),
-        length,
-        item_bytes=item,
+        chunk.which,
+        chunk.start,
+        chunk.length,
+        item_bytes=chunk.item,
         window_bytes=store.window_bytes,
     )
     stops = np.append(segments.tasks[1:], len(segments.file))
-    files = VerifiedFiles(store, manifest)
 
     def one(task: int) -> None:
         rows = slice(int(segments.tasks[task]), int(stops[task]))

@@ -2,12 +2,14 @@
 
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from rung.launcher.checkpoint.find import find, newest_valid
 from rung.launcher.checkpoint.inspect import choose, export, show, verify
@@ -365,6 +367,54 @@ def test_export_is_what_other_tools_read(store, tmp_path, monkeypatch):
     for name in written[:-1]:
         shards |= load_file(tmp_path / "many" / name)
     assert all(torch.equal(shards[n], t) for n, t in model.items())
+
+
+@pytest.mark.parametrize("window", [1000, 70_000])
+def test_export_cuts_tensors_into_chunks_of_any_size(store, tmp_path, window):
+    tensors = {**state(), "model/wide": torch.randn(5003, dtype=torch.float64)}
+    save(store, 1, tensors, 3)
+    store.window_bytes = window
+    target = Store.open(f"memory://export-{window}/{tmp_path.name}")
+    assert export(store, choose(store), target) == ["model.safetensors"]
+    found = load(target.read("model.safetensors"))
+    assert all(torch.equal(found[n.removeprefix("model/")], t) for n, t in tensors.items() if n.startswith("model/"))
+
+
+def test_export_of_a_damaged_checkpoint_leaves_no_file(store, tmp_path):
+    manifest = save(store, 1, {"model/w": torch.randn(30 * BLOCK_BYTES // 4)})
+    path = store.local_path(manifest.folder) / manifest.files[0].name
+    with path.open("r+b") as file:
+        file.seek(12 * BLOCK_BYTES + 5)
+        file.write(b"XX")
+    for target in (Store.open(str(tmp_path / "out")), Store.open(f"memory://damaged/{tmp_path.name}")):
+        with pytest.raises(CheckpointDamaged, match="block 12 "):
+            export(store, choose(store), target)
+        assert target.list() == []
+
+
+def test_export_holds_a_chunk_in_memory_not_a_file(store, tmp_path):
+    """64 tensors of 4 MiB, and one of 128 MiB."""
+    growth = {}
+    for step, (count, size) in enumerate(((64, 2**20), (1, 2**25))):
+        save(store, step, {f"model/{n}": torch.ones(size) for n in range(count)}, 2)
+        code = f"""
+from pathlib import Path
+from rung.launcher.checkpoint.inspect import choose, export
+from rung.launcher.storage import Store
+store, target = Store.open({store.url!r}), Store.open({str(tmp_path / "out")!r})
+info = choose(store, {step})
+import concurrent.futures.thread
+def peak():
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+before = peak()
+export(store, info, target)
+print(peak() - before)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        growth[count] = int(done.stdout) / 2**10
+    print(f"export grows by {growth[64]:.0f} MiB (64 tensors of 4 MiB), {growth[1]:.0f} MiB (one of 128 MiB)")
+    assert 4 < max(growth.values()) < 32, growth
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size > 2**27
 
 
 @pytest.mark.slow
