@@ -133,6 +133,7 @@ class Attempt:
             if not self.fleet.elastic:
                 raise
             return self._not_started(error)
+        self.folder.event("workers", placed=self.fleet.placed, threads=group.specs[0].threads)
         with (
             group as workers,
             Monitor(workers, self.plan, self.metrics, self.folder.local, self._on_finding) as monitor,

@@ -49,6 +49,9 @@ def _line(e: dict[str, Any]) -> list[str]:
         case "attempt":
             resumed = f", from {e['resume']}" if e.get("resume") else ""
             return [f"attempt {e['number']:<2} {e['plan']}{resumed}"]
+        case "workers":
+            each = f"{e['threads']} thread{'s' * (e['threads'] != 1)} each"
+            return [f"           {e['placed'] + '; ' if e.get('placed') else ''}{each}"]
         case "fallback":
             return [f"fallback   after step {e['step']:,}: {e['reason']}"]
         case "rollback":

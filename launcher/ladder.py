@@ -1,7 +1,9 @@
 """The ladder for a job on the machines that are there, and again when these have changed."""
 
 import os
+from dataclasses import replace
 
+from rung.cluster.binding import describe, slices
 from rung.cluster.catalog import Inventory
 from rung.cluster.hardware import Hardware
 from rung.launcher.attempt import Context
@@ -14,6 +16,8 @@ from rung.launcher.profiling import find_profile, worth_it
 from rung.launcher.report import show_plan
 from rung.launcher.speeds import find_speed
 from rung.launcher.watch.progress import View
+from rung.launcher.workers import freest
+from rung.strategies.plan import Plan
 
 
 def make_ladder(job: Job, hardware: Hardware | Inventory, view: View, *, always: bool = False) -> Ladder:
@@ -21,7 +25,26 @@ def make_ladder(job: Job, hardware: Hardware | Inventory, view: View, *, always:
     threads of a worker, as everywhere else."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     ladder = _ladder(job, hardware, view, always)
+    if isinstance(hardware, Hardware):
+        ladder = with_binding(ladder, hardware)
     return with_threads(ladder, int(wanted)) if wanted.isdigit() else ladder
+
+
+def with_binding(ladder: Ladder, hardware: Hardware) -> Ladder:
+    """The ladder with a word, in each plan, about the NUMA nodes that its workers will stay on, if they will."""
+    if len(hardware.host.numa_nodes) < 2:
+        return ladder
+    words: dict[tuple[str, int], str] = {}
+
+    def told(plan: Plan) -> Plan:
+        key = (plan.device, plan.devices)
+        if key not in words:
+            gpus = freest(hardware.of("cuda"), plan.devices) if plan.device == "cuda" else ()
+            words[key] = describe(slices(plan.devices, hardware.host, gpus))
+        return plan.with_(reasons={**plan.reasons, "binding": words[key]}) if words[key] else plan
+
+    rungs, hopes = (tuple(replace(r, plan=told(r.plan)) for r in some) for some in (ladder.rungs, ladder.hopes))
+    return replace(ladder, rungs=rungs, hopes=hopes)
 
 
 def _ladder(job: Job, hardware: Hardware | Inventory, view: View, always: bool) -> Ladder:

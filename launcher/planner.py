@@ -166,11 +166,14 @@ def _activation_bytes(rung: Rung | None) -> int:
 
 
 def with_threads(ladder: Ladder, most: int) -> Ladder:
-    """The ladder with at most so many threads for each worker."""
-    rungs, hopes = (
-        tuple(replace(r, plan=r.plan.with_(threads=max(1, min(r.plan.threads, most)))) for r in some)
-        for some in (ladder.rungs, ladder.hopes)
-    )
+    """The ladder with at most so many threads for each worker, as OMP_NUM_THREADS says."""
+    most = max(1, most)
+
+    def fewer(plan: Plan) -> Plan:
+        why = f"{most} for each worker, as OMP_NUM_THREADS says"
+        return plan.with_(threads=most, reasons={**plan.reasons, "threads": why}) if plan.threads > most else plan
+
+    rungs, hopes = (tuple(replace(r, plan=fewer(r.plan)) for r in some) for some in (ladder.rungs, ladder.hopes))
     return replace(ladder, rungs=rungs, hopes=hopes)
 
 
@@ -372,6 +375,8 @@ def _reasons(query: _Query, plan: Plan, account: Account | None) -> dict[str, st
         reasons["micro_batch"] = "the whole share of a device at once"
     else:
         reasons["micro_batch"] = f"a device's {share} samples in {slots} parts"
+    if plan.devices > 1:
+        reasons["threads"] = f"{plan.threads} for each worker: all share a machine's cores"
     if account:
         reasons["memory"] = f"predicted {gib(account.device_peak_bytes)} ±{account.error:.0%} on a device"
     return {name: reason for name, reason in reasons.items() if reason}

@@ -42,6 +42,8 @@ class Fleet(Protocol):
 
     elastic: bool
     """Whether machines may come and go."""
+    placed: str
+    """Where the workers started last are, where that was chosen; for people."""
 
     def machines(self) -> Hardware | Inventory:
         """What they have, looked at anew."""
@@ -82,6 +84,7 @@ class Here:
 
     def __init__(self, job: Job, view: View) -> None:
         self._job, self._view = job, view
+        self.placed = ""
 
     def machines(self) -> Hardware:
         """What the probe finds."""
@@ -111,8 +114,9 @@ class Here:
             ]
         else:
             host, _ = read_host()
-        if found := slices(len(specs), host, chosen):
-            self._view.say(f"binding    {describe(found)}")
+        found = slices(len(specs), host, chosen)
+        self.placed = describe(found)
+        if found:
             specs = bound(specs, found)
         return Workers.start(entry, specs, deadline_s=deadline_s)
 
@@ -155,10 +159,11 @@ def crowded(gpus: Sequence[Device], needed_bytes: int) -> str:
 
 
 def bound(specs: Sequence[WorkerSpec], found: Sequence[Slice]) -> list[WorkerSpec]:
-    """The workers, each on its slice and with no more threads than that has cores."""
+    """The workers, each on its slice, with no more threads than the smallest has cores: more would only wait for that
+    one, and replicas that cut their sums in different ways drift apart by their last bits."""
+    cores = max(1, min((own.cores for own in found), default=1))
     return [
-        replace(spec, cpus=own.cpus, threads=max(1, min(spec.threads, own.cores)))
-        for spec, own in zip(specs, found, strict=True)
+        replace(spec, cpus=own.cpus, threads=min(spec.threads, cores)) for spec, own in zip(specs, found, strict=True)
     ]
 
 
@@ -184,6 +189,7 @@ class OnRay:
 
     def __init__(self, cluster: Any, job: Job, view: View) -> None:
         self._cluster, self._job, self._view = cluster, job, view
+        self.placed = ""
         self._survey: Survey | None = None
         self._count = 0
         self._used: frozenset[str] = frozenset()
@@ -302,7 +308,8 @@ class OnRay:
         names = {node.id: node.name for node in self._survey.nodes}
         where = ", ".join(f"{names[take.machine]} x {len(take.indices)}" for take in placement.takes[:8])
         more = f" and {len(placement.takes) - 8} more" if len(placement.takes) > 8 else ""
-        self._view.say(f"placement  {where}{more} ({placement.reason})")
+        self.placed = f"{where}{more} ({placement.reason})"
+        self._view.say(f"placement  {self.placed}")
         group: Group = self._cluster.start(
             entry, specs, placement, accelerators=device == "cuda", folder=Path.cwd(), deadline_s=deadline_s
         )

@@ -1,15 +1,21 @@
 """Workers stay near their devices, and on one node are left to the kernel."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import pytest
 from machine_tree import machine, write
 
 from rung.cluster.binding import Slice, describe, slices
 from rung.cluster.gpus import Device
+from rung.cluster.hardware import Hardware
 from rung.cluster.host import Host, read_host
 from rung.cluster.local import WorkerSpec
+from rung.launcher.ladder import with_binding
+from rung.launcher.planner import Ladder, Rung
 from rung.launcher.workers import bound
+from rung.strategies.plan import Plan
 
 NODE_0, NODE_1 = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
 
@@ -73,7 +79,22 @@ def test_nobody_is_bound_where_it_makes_no_sense(tmp_path: Path) -> None:
     assert slices(1, one, [gpu(0, 0)], root=tmp_path) == ()
 
 
-def test_a_worker_computes_with_no_more_threads_than_its_slice_has_cores() -> None:
+def test_all_workers_compute_with_as_many_threads_as_the_smallest_slice_has_cores() -> None:
     specs = [WorkerSpec(rank=r, payload=None, log=Path("x"), threads=8) for r in range(2)]
     found = [Slice(node=0, cpus=(0, 1, 2), cores=3), Slice(node=1, cpus=tuple(range(4, 24)), cores=20)]
-    assert [(s.cpus, s.threads) for s in bound(specs, found)] == [((0, 1, 2), 3), (tuple(range(4, 24)), 8)]
+    assert [(s.cpus, s.threads) for s in bound(specs, found)] == [((0, 1, 2), 3), (tuple(range(4, 24)), 3)]
+
+
+def test_the_plan_tells_where_its_workers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rung.launcher.ladder.slices", partial(slices, root=tmp_path))
+    hardware = Hardware(host=two_nodes(tmp_path), devices=(gpu(0, 1), gpu(1, 0)))
+    plans = [
+        Plan(strategy="ddp", device=device, devices=count, global_batch=8, micro_batch=1)  # type: ignore[arg-type]
+        for device, count in (("cuda", 2), ("cuda", 1), ("cpu", 1))
+    ]
+    ladder = with_binding(Ladder(rungs=tuple(Rung(plan=plan) for plan in plans)), hardware)
+    assert [plan.reasons.get("binding") for plan in ladder.plans] == [
+        "rank 1 on NUMA node 0 with 4 cores; rank 0 on NUMA node 1 with 4 cores",
+        "rank 0 on NUMA node 1 with 4 cores",
+        None,
+    ]

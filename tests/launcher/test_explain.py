@@ -53,8 +53,9 @@ def test_a_failure_names_rank_samples_checkpoint_and_what_to_change(told):
 
 
 def test_what_was_tried_is_listed_in_order(told):
+    where = {"event": "workers", "placed": "rank 0 on NUMA node 0 with 4 cores; rank 1 on NUMA node 1 with 4 cores"}
     text = "\n".join(told(
-        LAUNCH, ATTEMPT, ended(cause="device_oom", headline="rank 0 raised OutOfMemoryError"),
+        LAUNCH, ATTEMPT, {**where, "threads": 4}, ended(cause="device_oom", headline="rank 0 raised OutOfMemoryError"),
         {"event": "fallback", "step": 45, "reason": "out of device memory: micro-batch 8 -> 4"},
         {**ATTEMPT, "number": 2, "resume": "checkpoints/step-000000040"},
         {"event": "finding", "step": 50, "subject": "loss.spike", "fact": "the loss jumped", "samples": [7, 8]},
@@ -62,7 +63,8 @@ def test_what_was_tried_is_listed_in_order(told):
         {"event": "done", "step": 60, "seconds": 12.5},
     ))  # fmt: skip
     places = [text.index(words) for words in (
-        "attempt 1", "OutOfMemoryError", "after step 45: out of device memory", "from checkpoints/step-000000040",
+        "attempt 1", "rank 1 on NUMA node 1 with 4 cores; 4 threads each", "OutOfMemoryError",
+        "after step 45: out of device memory", "from checkpoints/step-000000040",
         "step 50, loss.spike: the loss jumped (samples 7, 8)", "back to step 40, 2 batches passed over",
         "done at step 60 in 12.5 s",
     )]  # fmt: skip
