@@ -1,8 +1,10 @@
 """Two processes on this machine: seconds a step of `rung launch`, `accelerate launch` and Hugging Face's Trainer.
 
-    python -m benchmarks.rivals [ddp ...]
+    python -m benchmarks.rivals [ddp-fused ddp-plain ...]
 
-The same model, data, batch, optimizer, clipping and number of steps, launched as their users launch them, in turns.
+The same model, data, batch, optimizer, clipping and number of steps, launched as their users launch them, in turns, no
+loader workers, a loss told every ten steps. `fused` or `plain` is the form of AdamW's update in torch, for all alike:
+rung and Trainer take the fused one by default, a script with Accelerate what it says (torch's own default: plain).
 The clock is in the model itself: it notes when each forward pass of rank 0 begins, so that whatever a framework does
 from one step to the next counts. Prints the median step of each, and each rival's step divided by rung's.
 
@@ -20,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-WORLD, BATCH, STEPS, KEPT, ROUNDS = 2, 32, 90, 60, 3
+WORLD, BATCH, STEPS, KEPT, ROUNDS = 2, 32, 80, 60, 5
 DEADLINE_S = 100.0
 
 MODEL = """
@@ -76,7 +78,7 @@ task: shared:Task
 run: {run}
 batch: {batch}
 steps: {steps}
-optimizer: {{name: adamw, lr: 1e-4, weight_decay: 0.01}}
+optimizer: {{name: adamw, lr: 1e-4, weight_decay: 0.01, args: {{fused: {fused}}}}}
 clip: 1.0
 precision: fp32
 strategy: {strategy}
@@ -94,7 +96,7 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu="deepspeed" not in sys.argv)  # which would keep it from DeepSpeed
 model, data = Mlp(), torch.utils.data.DataLoader(Points(), batch_size=BATCH, shuffle=True, drop_last=True)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused="fused" in sys.argv or None)
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, STEPS)
 model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
 step = 0
@@ -117,6 +119,7 @@ accelerator.end_training()
 """
 
 TRAINER = """
+import sys
 import torch
 from transformers import Trainer, TrainingArguments
 from shared import BATCH, STEPS, Mlp, Points
@@ -125,31 +128,32 @@ torch.set_num_threads(1)
 arguments = TrainingArguments(
     output_dir="trainer-out", per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=1e-4, weight_decay=0.01,
     max_grad_norm=1.0, logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
-    optim="adamw_torch", seed=0,
+    optim="adamw_torch_fused" if "fused" in sys.argv else "adamw_torch", seed=0,
 )
 Trainer(model=Mlp(), args=arguments, train_dataset=Points()).train()
 """
 
 
-def commands(strategy: str) -> dict[str, list[str]]:
-    """How each is launched under one strategy, in the folder that holds their files."""
+def commands(case: str) -> dict[str, list[str]]:
+    """How each is launched in one case, such as `ddp-fused`, in the folder that holds their files."""
+    strategy, _, form = case.partition("-")
     python = [sys.executable, "-m"]
     launch = [*python, "accelerate.commands.launch", "--num_processes", str(WORLD), "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", "1"]
     launch += ["--main_process_port", "0"]
-    script = ["with_accelerate.py"]
+    script = ["with_accelerate.py", form]
     if strategy.startswith("zero"):
         launch += ["--use_deepspeed", "--zero_stage", strategy[-1], "--gradient_clipping", "1.0"]
         script.append("deepspeed")
     else:
         launch.append("--multi_gpu")  # several processes; with --cpu it starts one
     found = {
-        "rung": [sys.executable, "-c", "from rung.launcher.cli import main; main()", "launch", f"{strategy}.yaml"],
+        "rung": [sys.executable, "-c", "from rung.launcher.cli import main; main()", "launch", f"{case}.yaml"],
         "accelerate launch": [*launch, *script],
     }
     if strategy == "ddp" and importlib.util.find_spec("transformers") is not None:
         run = [*python, "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
-        found["Trainer"] = [*run, "with_trainer.py"]
+        found["Trainer"] = [*run, "with_trainer.py", form]
     return found
 
 
@@ -174,44 +178,53 @@ def step_s(command: list[str], folder: Path, run: int) -> float | str:
     return statistics.median(b - a for a, b in zip(noted[-KEPT - 1 : -1], noted[-KEPT:], strict=True))
 
 
-def write(folder: Path, strategies: list[str]) -> None:
+def write(folder: Path, cases: list[str]) -> None:
     """The files that the runs share."""
     (folder / "shared.py").write_text(MODEL.format(batch=BATCH, steps=STEPS))
     (folder / "with_accelerate.py").write_text(ACCELERATE)
     (folder / "with_trainer.py").write_text(TRAINER)
-    for name in strategies:
-        text = JOB.format(strategy=name, run="runs/0", batch=BATCH * WORLD, steps=STEPS, world=WORLD)
-        (folder / f"{name}.yaml").write_text(text)
+    for case in cases:
+        strategy, _, form = case.partition("-")
+        fused = "true" if form == "fused" else "false"
+        text = JOB.format(
+            strategy=strategy, run="runs/0", batch=BATCH * WORLD, steps=STEPS, world=WORLD, fused=fused
+        )  # fmt: skip
+        (folder / f"{case}.yaml").write_text(text)
 
 
-def main(strategies: list[str]) -> None:
-    """Prints one line for each of them and strategy."""
+def measure(case: str, folder: Path, run: int) -> None:
+    """Prints one line for each of them."""
+    taken: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
+    for turn in range(ROUNDS):
+        for who, command in commands(case).items():
+            if who in failed:
+                continue
+            result = step_s(command, folder, run + turn)
+            if isinstance(result, str):
+                failed[who] = result
+                continue
+            taken.setdefault(who, []).append(result)
+    for who, seconds in taken.items():
+        text = f"{case} {who:18s} {statistics.median(seconds) * 1e3:7.1f} ms a step"
+        if who != "rung" and "rung" in taken:
+            ratios = sorted(theirs / ours for theirs, ours in zip(seconds, taken["rung"], strict=False))
+            middle, low, high = statistics.median(ratios), ratios[0], ratios[-1]
+            text += f"   rung is {middle:.3f} of [{low:.3f}, {high:.3f}] times as fast (at least 1.0)"
+        print(text, flush=True)
+    for who, why in failed.items():
+        print(f"{case} {who} failed: {why}", flush=True)
+
+
+def main(cases: list[str]) -> None:
+    """Measures one case after the other."""
     if importlib.util.find_spec("transformers") is None:
         print("Trainer is left out: pip install transformers")
     with tempfile.TemporaryDirectory(prefix="rung-rivals-") as name:
-        folder, run = Path(name), 0
-        write(folder, strategies)
-        for strategy in strategies:
-            taken: dict[str, list[float]] = {}
-            failed: dict[str, str] = {}
-            for _ in range(ROUNDS):
-                for who, command in commands(strategy).items():
-                    if who in failed:
-                        continue
-                    run += 1
-                    result = step_s(command, folder, run)
-                    if isinstance(result, str):
-                        failed[who] = result
-                        continue
-                    taken.setdefault(who, []).append(result)
-            ours = statistics.median(taken["rung"]) if "rung" in taken else float("nan")
-            for who, seconds in taken.items():
-                median = statistics.median(seconds)
-                more = "" if who == "rung" else f"   rung is {median / ours:.3f} times as fast (at least 1.0)"
-                print(f"{strategy} {who:18s} {median * 1e3:7.1f} ms a step{more}", flush=True)
-            for who, why in failed.items():
-                print(f"{strategy} {who} failed: {why}", flush=True)
+        write(Path(name), cases)
+        for number, case in enumerate(cases):
+            measure(case, Path(name), number * ROUNDS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["ddp"])
+    main(sys.argv[1:] or ["ddp-fused", "ddp-plain"])
