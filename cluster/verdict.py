@@ -158,12 +158,17 @@ def _meaning(end: Ended, facts: Facts) -> str:
         if all(waits_for_peers(stacks) for stacks in facts.hung.values()):
             return (
                 "all stand in collectives that do not belong together: one rank makes a call that others skip, "
-                "such as a barrier under `if rank == 0`"
+                "such as a barrier under `if rank == 0`, or under ZeRO a branch of the model that not all take"
             )
         return "their heartbeats stood still; they did not arrive where the other ranks wait for them"
     if end.failure is not None:
         hint = end.failure.error.hint if end.failure.error is not None else ""
         return f"→ {hint}" if hint else ""
+    if end.signal == signal.SIGABRT and "collective mismatch" in facts.log_tails.get(end.rank, ""):
+        return (
+            "the ranks made collectives that do not go together: a call that only some make, or under ZeRO a branch "
+            "of the model or an expert that not all take (strategy: ddp or single trains that)"
+        )
     if end.signal is not None:
         return explain_signal(end.signal, facts)
     return "it left by itself (sys.exit or os._exit), with no exception" if end.exit_code else ""

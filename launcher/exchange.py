@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """The loss, summed; whether any rank was told to stop; whether rank 0's clock calls for a save; and how long each
-    rank computed. In each step `begin`, where `early`, then `end`.
+    """The loss, summed; whether any rank was told to stop; whether rank 0's clock calls for a save; which way each rank
+    took through the model, where that matters; how long each computed. In each step `begin`, where `early`, and `end`.
 
     Under ddp on CPUs it travels beside the last backward pass, which waits for all ranks anyway: a rank that fails in
     between leaves its peers waiting for gradients, so none of them goes on. Under ZeRO a peer might, and be torn from
@@ -32,17 +32,24 @@ class Exchange:
         clock = every is not None and every.unit == "minutes" and trainer.link.rank == 0
         minutes = trainer.saving.minutes_since_last
         timed = clock and cadence.due(every, step=0, per_epoch=1, minutes_since_last=minutes)
-        told = [loss_sum, float(trainer.told_to_stop()), float(timed), *trainer.balancer.tell()]
+        paths = trainer.strategy.paths
+        path = paths.tell() if paths is not None else []
+        told = [loss_sum, float(trainer.told_to_stop()), float(timed), *path, *trainer.balancer.tell()]
         self._end = trainer.strategy.collectives.begin(told)
 
     def end(self, loss_sum: float) -> float:
-        """The sum of all ranks' losses, once all have sent theirs; what else they said is passed on."""
+        """The sum of all ranks' losses, once all have sent theirs; what else they said is passed on. Raises JobError
+        where ranks took ways through the model that do not go together."""
         if self._end is None:
             self.begin(loss_sum)
         assert self._end is not None
         end, self._end = self._end, None
         loss, stop, save, *seconds = end()
         trainer = self._trainer
+        paths = trainer.strategy.paths
+        if paths is not None:
+            path, seconds = seconds[:2], seconds[2:]
+            paths.hear(path, trainer.strategy.collectives, trainer.progress.step + 1)
         trainer.balancer.hear(seconds)
         if stop:
             trainer.stop_reason = trainer.wish_to_stop or "a peer was told to stop"

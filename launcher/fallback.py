@@ -117,7 +117,7 @@ def _smaller(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | 
     if not rules.enabled:
         return GiveUp(reason=f"out of {where}, and the job says fallback: off", fits_nowhere=True)
     if _without_progress(history, _OUT_OF_MEMORY) > MOST_RUNGS:
-        return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without a step in between", fits_nowhere=True)
+        return GiveUp(reason=f"out of {where} {MOST_RUNGS} times without getting any further", fits_nowhere=True)
     if last.pressed and not any(t.pressed and t.plan.rung == last.plan.rung for t in history[:-1]):
         # Others may be gone in a minute; whoever starts the workers waits for that.
         return Retry(plan=last.plan, ladder=ladder, reason=f"out of {where}, but not by itself: {last.pressed}")
@@ -186,16 +186,20 @@ def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | Gi
     if fewer:
         plan = max(fewer, key=lambda p: p.devices)
         return Retry(plan=plan, ladder=ladder, reason=f"{what} {count} times: {difference(last.plan, plan)}")
-    return GiveUp(reason=f"{what} {count} times without a step in between")
+    return GiveUp(reason=f"{what} {count} times without getting any further")
 
 
 def _without_progress(history: Sequence[Tried], causes: tuple[Cause, ...]) -> int:
-    """How many failures of such a cause stand at the end of the history since the last completed step."""
+    """How many failures of such a cause stand at the end of the history since the run last got anywhere: further than
+    ever before, or to a later start. Steps that are taken again and lost again are no progress."""
     count = 0
-    for tried in reversed(history):
+    for index in range(len(history) - 1, -1, -1):
+        tried, before = history[index], history[:index]
         if tried.cause in causes:
             count += 1
-        if tried.step > tried.first_step:
+        furthest = max((t.step for t in before), default=tried.first_step)
+        latest = max((t.first_step for t in before), default=tried.first_step)
+        if tried.step > furthest or tried.first_step > latest:
             break
     return count
 

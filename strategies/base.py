@@ -3,13 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from rung.strategies.collectives import Collectives
 from rung.strategies.plan import Plan
 from rung.strategies.shards import Interval
+
+if TYPE_CHECKING:
+    from rung.strategies.zero_paths import Paths
 
 MakeModel = Callable[[], torch.nn.Module]
 Purpose = Literal["save", "load", "whole"]
@@ -44,6 +47,8 @@ class Strategy(ABC):
     module: torch.nn.Module
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    paths: "Paths | None" = None
+    """Where all ranks have to take the same way through the model: to be heard before `step`."""
 
     @abstractmethod
     def build(self, make_model: MakeModel, make_optimizer: MakeOptimizer) -> None:

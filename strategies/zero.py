@@ -23,6 +23,7 @@ from rung.strategies.zero_config import deepspeed_config
 from rung.strategies.zero_init import partitioned, whole_shapes
 from rung.strategies.zero_limits import WEIGHT_DTYPES, refusals
 from rung.strategies.zero_parts import shape_of
+from rung.strategies.zero_paths import Paths
 from rung.strategies.zero_state import ZeroState
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class ZeroStrategy(Strategy):
     fp16 (precision.LossScale), and what the optimizer sees (zero_parts.Fragmented). Under bf16 and fp16 the weights
     are held in that format, with fp32 masters in the partitions; the first masters are the rounded initial weights.
 
-    Every rank must use the same trainable parameters in a micro-batch, and call `step` with the same `healthy`.
+    Every rank must use the same trainable parameters in a micro-batch (`paths` tells whether they did), and call `step`
+    with the same `healthy`.
     """
 
     def __init__(
@@ -103,6 +105,9 @@ class ZeroStrategy(Strategy):
             world=self.plan.devices,
             loss_scale=self._amp.loss_scale,
         )
+        if self.plan.devices > 1:
+            self.paths = Paths(self._state.names, self.plan.strategy)
+            self._undo.callback(self.paths.close)
 
     def _refuse(self, reasons: list[str]) -> None:
         if reasons:
@@ -154,6 +159,8 @@ class ZeroStrategy(Strategy):
     def _forget_gradients(self) -> None:
         """DeepSpeed leaves old gradients where a parameter that the next step does not use would find them."""
         zero_runtime.forget_gradients(self._zero)
+        if self.paths is not None:
+            self.paths.forget()
         self._state.fragmented.used.clear()
 
     def intervals(self, purpose: Purpose) -> list[Interval]:

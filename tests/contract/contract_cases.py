@@ -176,6 +176,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.05)
 
 
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    """The form that `rung launch` chooses."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=3e-3, weight_decay=0.1, fused=True)
+
+
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
@@ -253,6 +259,7 @@ CASES = [
     Case(name="uneven shares", micro_batch=2, shares=_UNEVEN, counts=(12, 5)),
     Case(name="tied, weighted by token", model=TiedLm, loss=token_loss, weight=valid_tokens, micro_batch=2, clip=0.5),
     Case(name="frozen", freeze="body.0", micro_batch=3, optimizer=sgd, clip=0.5),
+    Case(name="fused updates", optimizer=fused, micro_batch=5, clip=0.05),
     Case(name="parameter groups", optimizer=two_groups, micro_batch=4),
     Case(name="batch norm", model=Normed, micro_batch=3, global_batch=24, counts=(24,)),
     Case(name="batch norm, a rank without samples", model=Normed, shares=_IDLE),

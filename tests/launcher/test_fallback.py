@@ -131,6 +131,18 @@ def test_out_of_memory_attempts_are_bounded_and_progress_resets_the_bound():
     assert isinstance(decide(moving, ladder(A, B), Rules()), Retry)
 
 
+def test_steps_that_are_taken_again_and_lost_again_are_no_progress():
+    """Without a checkpoint each attempt takes them anew; the bound holds all the same."""
+    first = [tried(A, Cause.LOST_WORKER, first=0, step=9)]
+    again = [tried(A, Cause.LOST_WORKER, first=0, step=step) for step in (9, 3, 8)]
+    assert isinstance(decide(first + again[:2], ladder(A), Rules()), Retry)
+    assert isinstance(decide(first + again, ladder(A), Rules()), GiveUp)
+    further = tried(A, Cause.LOST_WORKER, first=0, step=10)
+    assert isinstance(decide([*first, *again, further], ladder(A), Rules()), Retry)
+    later = tried(A, Cause.LOST_WORKER, first=5, step=8)  # from a checkpoint that was not there before
+    assert isinstance(decide([*first, *again, later], ladder(A), Rules()), Retry)
+
+
 @pytest.mark.parametrize("cause", [Cause.LOST_WORKER, Cause.HUNG])
 def test_a_lost_worker_keeps_the_plan_with_growing_pauses_then_gives_up(cause):
     history, pauses = [], []
