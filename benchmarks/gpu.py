@@ -12,6 +12,7 @@ that cannot run here says why and is skipped. Exit status: 0 if no part failed, 
     memory      predicted against measured peak of a few models
     step        a step under `single` against a plain loop
     offload     ZeRO-2 with the optimizer in host memory, against `single`: the same loss, less device memory
+    several     ddp, ZeRO-2 and ZeRO-3 on two devices over NCCL, against `single`: the same losses
     save        how long a save keeps training waiting, through pinned memory
 """
 
@@ -29,9 +30,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rung.cluster.spawner import allocator
+
 Found = dict[str, Any]
 
 TASK = """
+import time
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -50,8 +54,8 @@ class Hungry(nn.Module):
         return self.down(h)
 
 class Task:
-    def __init__(self, width=256, depth=4, hungry=0):
-        self.width, self.depth, self.hungry = width, depth, hungry
+    def __init__(self, width=256, depth=4, hungry=0, pause=0.0):
+        self.width, self.depth, self.hungry, self.pause = width, depth, hungry, pause
 
     def model(self):
         if self.hungry:
@@ -67,6 +71,8 @@ class Task:
         return TensorDataset(x, x[:, :10].argmax(1)) if split == "train" else None
 
     def loss(self, model, batch):
+        if type(batch[0]).__name__ != "FakeTensor":
+            time.sleep(self.pause)
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 """
 
@@ -118,9 +124,10 @@ def hardware(device: str, _: Path) -> Found:
         free, total = torch.cuda.mem_get_info(0)
         said = str(getattr(torch.cuda.get_device_properties(0), "uuid", ""))
         found |= {"cuda_free_gib": free / 2**30, "driver": probe().driver}
-        check(not said or said in first.uuid, f"CUDA's first device has the UUID {said}")
-        check(abs(total - first.total_bytes) < 2**30, f"CUDA says {total} bytes in all, NVML {first.total_bytes}")
-        check(abs(free - first.free_bytes) < 2 * 2**30, "NVML and CUDA differ by more than 2 GiB of free memory")
+        check(said.removeprefix("GPU-") in first.uuid, f"CUDA's first device has the UUID {said}")
+        # The driver keeps some of it for itself, and what has just been asked of CUDA took a context.
+        check(abs(total - first.total_bytes) < 2 * 2**30, f"CUDA says {total} bytes in all, NVML {first.total_bytes}")
+        check(abs(free - first.free_bytes) < 3 * 2**30, "NVML and CUDA differ by more than 3 GiB of free memory")
     return found
 
 
@@ -279,7 +286,7 @@ def step(device: str, _: Path) -> Found:
 
 def offload(device: str, folder: Path) -> Found:
     """ZeRO-2 with the optimizer on the host. On a CPU, where that is no offload, ZeRO-2 alone."""
-    width = {"width": 2048 if device == "cuda" else 64}
+    width = {"width": 4096 if device == "cuda" else 64}
     alone = Run(folder, device, task_args=width, strategy="single")
     where = {"offload_optimizer": "host"} if device == "cuda" else {}
     try:
@@ -297,10 +304,29 @@ def offload(device: str, folder: Path) -> Found:
     return found
 
 
+def several(device: str, folder: Path) -> Found:
+    """Two devices of one machine."""
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < 2:
+            raise Skipped("one GPU: NCCL needs two")
+    alone = Run(folder, device, strategy="single")
+    found: Found = {}
+    for name in ("ddp", "zero2", "zero3"):
+        both = Run(folder, device, strategy=name, devices={"count": 2})
+        pairs = zip(alone.steps, both.steps, strict=True)
+        off = max(abs(a[what] - b[what]) for a, b in pairs for what in ("loss", "norm"))
+        check(off < 1e-3, f"{name}: losses or norms differ by up to {off}")
+        found[f"{name}_off"] = off
+    return found
+
+
 def save(device: str, folder: Path) -> Found:
-    """A save at every third step."""
-    width = 4096 if device == "cuda" else 256
-    run = Run(folder, device, task_args={"width": width, "depth": 4}, steps=12, checkpoint={"every": "3 steps"})
+    """A save at every third step, and time in between for it to reach the disk."""
+    width, pause = (4096, 0.5) if device == "cuda" else (256, 0.0)
+    sizes = {"width": width, "depth": 4, "pause": pause}
+    run = Run(folder, device, task_args=sizes, steps=12, checkpoint={"every": "3 steps", "keep": 1})
     blocked = [event["blocked_s"] for event in run.of("checkpoint")]
     check(len(blocked) == 4, f"{len(blocked)} of 4 checkpoints")
     state = 12 * (4 * width * width + 64 * width)
@@ -310,14 +336,16 @@ def save(device: str, folder: Path) -> Found:
     return {"state_gib": state / 2**30, "first_s": blocked[0], "blocked_s": usual, "gib_per_s": rate}
 
 
+#: Each with its deadline in seconds; they sum up to less than six minutes.
 PARTS: dict[str, tuple[Callable[[str, Path], Found], float]] = {
-    "hardware": (hardware, 25.0),
-    "cap": (cap, 60.0),
-    "precision": (precision, 40.0),
-    "memory": (memory, 80.0),
-    "step": (step, 40.0),
-    "offload": (offload, 70.0),
-    "save": (save, 45.0),
+    "hardware": (hardware, 20.0),
+    "cap": (cap, 45.0),
+    "precision": (precision, 30.0),
+    "memory": (memory, 60.0),
+    "step": (step, 30.0),
+    "offload": (offload, 80.0),
+    "several": (several, 55.0),
+    "save": (save, 35.0),
 }
 
 
@@ -344,8 +372,9 @@ def apart(name: str, device: str) -> Found:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--device", device]
     began = time.monotonic()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**allocator(os.environ), **os.environ},
+    )  # fmt: skip
     try:
         out, errors = process.communicate(timeout=deadline_s)
         found = json.loads(out.strip().splitlines()[-1])

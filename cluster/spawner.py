@@ -28,8 +28,17 @@ from rung.strategies.errors import WorkersFailed
 _BOOT = "import sys; n = int(sys.argv[2]); sys.path[:] = sys.argv[3 : 3 + n]; from rung.cluster.nursery import main; "
 _BOOT += "main(int(sys.argv[1]), sys.argv[3 + n :])"
 TICK_S = 0.5
-# Batches of unequal size fragment CUDA's memory less so. Workers inherit it; what the user has set stands.
-_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# Batches of unequal size fragment CUDA's memory less so. Workers inherit it; what the user has set, under any of the
+# names that versions of PyTorch know, stands.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def allocator(environ: Mapping[str, str]) -> dict[str, str]:
+    """What to add to an environment so that CUDA's memory grows in place. Newer versions of PyTorch look for the first
+    name, older ones know only the second."""
+    if any(name in environ for name in _ALLOCATOR):
+        return {}
+    return dict.fromkeys(_ALLOCATOR[:2], "expandable_segments:True")
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +88,7 @@ class Spawner:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env={**({} if "PYTORCH_ALLOC_CONF" in os.environ else _ALLOCATOR), **os.environ, **self.env},
+            env={**allocator(os.environ), **os.environ, **self.env},
             start_new_session=True,
         )
         theirs.close()

@@ -214,6 +214,8 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
     elif plan.strategy == "ddp" and accumulation(plan) > 1:
         passes += profile.gradient_bytes
     update = profile.step_bytes if plan.zero_stage == 0 else -(-profile.step_bytes // plan.devices)
+    if plan.zero_stage == 0 and plan.device == "cuda":
+        update = profile.foreach_step_bytes  # PyTorch's default there, unless the optimizer is told otherwise
     update = 0 if plan.offload_optimizer != "none" else update + _left_in_heap(profile, plan)
     size = int(max(passes * factors.activations, update, 0.0))
     if plan.strategy == "ddp":
