@@ -115,6 +115,12 @@ def test_each_exception_has_its_cause(error: Exception, device: str, cause: Caus
         (4, Facts(), Cause.LOST_WORKER, "a library was built for another"),
         (6, Facts(log_tails={0: "what():  std::bad_alloc"}), Cause.DEVICE_OOM, "native code gave up"),
         (6, Facts(log_tails={0: "Assertion failed"}), Cause.LOST_WORKER, "native code gave up"),
+        (
+            6,
+            Facts(log_tails={0: "match expected size. Is there a distributed collective mismatch in your code?"}),
+            Cause.LOST_WORKER,
+            "collectives that do not go together",
+        ),
         (15, Facts(), Cause.PREEMPTION, "a preemption"),
     ],
 )

@@ -84,6 +84,8 @@ def train(strategy: Strategy, case: Case, steps: range) -> tuple[list[float], li
                 strategy.backward(loss * (weight * plan.devices / global_weight))
             if weight:
                 share += float(loss.detach()) * weight / global_weight
+        if strategy.paths is not None:
+            strategy.paths.hear(strategy.collectives.agree(strategy.paths.tell()), strategy.collectives, step)
         norms.append(strategy.step(case.clip))
         losses.append(share)
     return losses, norms

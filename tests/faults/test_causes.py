@@ -144,6 +144,10 @@ def test_a_worker_that_the_kernel_kills_for_memory_is_told_from_any_other_kill(p
     done = run(project, inside(group_of_little_memory, project.command(*sets)))
     assert done.code == 0, done.all
     assert causes(project) == ["host_oom"]
+    [told] = [event["explanation"] for event in project.events() if event["event"] == "fallback"]
+    assert "the kernel killed it because host memory ran out (it counts 1 such kill" in told
+    assert "host memory before the end:" in told  # and who held it
+    assert "rank-1.log" in told
     assert "out of host memory" in done.out
     assert "no step is lost" in done.out
 

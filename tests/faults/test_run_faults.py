@@ -28,6 +28,13 @@ def gone(pids):
     return all(not psutil.pid_exists(p) or psutil.Process(p).status() == psutil.STATUS_ZOMBIE for p in pids)
 
 
+def listening(pid):
+    try:
+        return {c.laddr for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    except psutil.Error:  # it has ended
+        return set()
+
+
 SLOW = ["task_args={sleep_s: 0.03, dropout: 0.2}", "steps=40", "schedule=constant", "checkpoint.every=1 steps"]
 
 
@@ -278,18 +285,21 @@ def test_a_thread_of_the_task_that_never_ends_does_not_hold_up_a_run_that_is_don
 
 
 def test_nothing_is_left_of_a_run_that_failed(project):
-    before = set(Path("/dev/shm").glob("torch*"))
-    process = project.start("task_args={nan_after: 4}", "devices.count=2")
-    pids = []
+    before = set(Path("/dev/shm").iterdir())
+    process = project.start("task_args={nan_after: 4, sleep_s: 0.05}", "devices.count=2", "data.workers=1")
+    pids, ports = [], set()
     while process.poll() is None:
         try:
             pids += family(process.pid)
         except psutil.NoSuchProcess:
             break
+        ports |= {address for pid in pids[-6:] for address in listening(pid)}
         time.sleep(0.05)
     assert process.wait() == 4
     wait_for(lambda: gone(set(pids)))
-    assert set(Path("/dev/shm").glob("torch*")) <= before
+    assert ports, "the workers met at no port"
+    assert not ports & {c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    assert {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "psm"))} <= before
 
 
 def test_a_full_disk_ends_with_exit_6_and_the_state_in_another_folder(project):
