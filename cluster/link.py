@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from rung.strategies import oom
 from rung.strategies.errors import WorkersFailed
 from rung.strategies.memory import steady_allocator
+from rung.strategies.oom import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -44,6 +46,7 @@ _SLOT = struct.Struct("<qd48s")
 
 
 _STACK_BYTES = 9 << 20  # what a thread costs: its stack as ulimit usually has it, and a little heap
+_HEARING_BYTES = 2 * _STACK_BYTES  # room for what a message from the launcher sets going: a thread or two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +77,18 @@ class Frames:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Takes what arrived; returns the frames that are complete now, as (kind, pickle)."""
+    def feed(self, data: bytes | memoryview) -> list[tuple[int, bytes]]:
+        """Takes what arrived; returns the frames that are complete now, as (kind, pickle). Where there is no memory for
+        that, it has taken nothing."""
+        before = len(self._buffer)
         self._buffer += data
+        try:
+            return self._whole()
+        except MemoryError:
+            del self._buffer[before:]
+            raise
+
+    def _whole(self) -> list[tuple[int, bytes]]:
         frames: list[tuple[int, bytes]] = []
         start = 0
         while len(self._buffer) - start >= HEADER.size:
@@ -233,20 +245,35 @@ class Link:
         return pickle.loads(payload)  # noqa: S301 - from our own launcher, see the module's docstring
 
     def _listen(self, frames: Frames, got: list[tuple[int, bytes]]) -> None:
+        """Never ends but with the process: a worker that heard nothing more would wait in a collective for its peers,
+        and they for it. The main thread may hold all memory that the cap allows; then what was heard gets some more."""
+        room = memoryview(bytearray(1 << 16))
+        size, tries = 0, 0
         while True:
-            for kind, body in got:
-                value = pickle.loads(body)  # noqa: S301 - from our own launcher
-                if kind == PORT:
-                    self._ports.put(value)
-                elif self.intercept is None or not self.intercept(value):
-                    self._inbox.append(value)
             try:
-                data = self._sock.recv(1 << 20)
-            except OSError:
-                data = b""
-            if not data:
-                os._exit(1)  # the launcher is gone: nobody would commit what this worker still does
-            got = frames.feed(data)
+                while got:
+                    self._hear(*got[0])
+                    got.pop(0)
+                size = size or self._sock.recv_into(room)
+                if not size:
+                    os._exit(1)  # the launcher is gone: nobody would commit what this worker still does
+                got = frames.feed(room[:size])
+                size = tries = 0
+            except OSError:  # noqa: PERF203 - a message comes once in a while
+                os._exit(1)
+            except BaseException as error:
+                tries += 1
+                if tries > 2 or not is_out_of_memory(error):
+                    traceback.print_exception(error)
+                    os._exit(1)
+                raise_memory_cap(_HEARING_BYTES)
+
+    def _hear(self, kind: int, body: bytes) -> None:
+        value = pickle.loads(body)  # noqa: S301 - from our own launcher
+        if kind == PORT:
+            self._ports.put(value)
+        elif self.intercept is None or not self.intercept(value):
+            self._inbox.append(value)
 
 
 def apply_memory_cap(cap_bytes: int) -> int:
@@ -264,6 +291,14 @@ def apply_memory_cap(cap_bytes: int) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     oom.caps.append(limit)
     return limit
+
+
+def raise_memory_cap(by_bytes: int) -> None:
+    """Lets this process take so much more than its cap."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft != resource.RLIM_INFINITY:
+        more = soft + by_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (more if hard == resource.RLIM_INFINITY else min(more, hard), hard))
 
 
 def lift_memory_cap() -> None:

@@ -63,9 +63,9 @@ class Memory:
 
 
 def private_bytes() -> int:
-    """Private writable memory of this process; 0 where there is no /proc."""
+    """Private writable memory of this process; 0 where there is no /proc, or no memory left to read it with."""
     try:
         with open("/proc/self/statm", "rb") as f:  # noqa: PTH123 - as cheap as can be
             return int(f.read().split()[5]) * _PAGE_BYTES
-    except OSError:
+    except (OSError, MemoryError):
         return 0

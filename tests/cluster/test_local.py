@@ -226,6 +226,15 @@ def test_a_worker_deaf_to_all_is_killed_in_bounded_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_holds_all_its_memory_still_hears(tmp_path: Path) -> None:
+    with Workers.start("worker_bodies:full", specs(1, tmp_path, memory_cap_bytes=100 << 20)) as workers:
+        values(workers, 1)
+        time.sleep(0.5)  # until it has taken all
+        workers.send(0, "x" * 100_000)
+        assert [m.value for m in values(workers, 1)] == [("heard", "x" * 100_000)]
+
+
+@pytest.mark.slow
 def test_what_does_not_start_is_named_and_removed(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed, match=r"of 2 workers, .* within 0\.001 s: 0, 1"):
         Workers.start("worker_bodies:echo", specs(2, tmp_path), deadline_s=0.001)

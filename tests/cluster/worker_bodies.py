@@ -1,10 +1,12 @@
 """Functions that test workers run. Importing this module must be cheap: the launcher's tests import it too."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,24 @@ def deaf(link: Link, payload: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link.send("ready")
     time.sleep(600)
+
+
+def full(link: Link, payload: Any) -> None:
+    """Takes all memory that its cap allows, down to the last pages, and then waits to be told something."""
+    heard = threading.Event()
+
+    def answer(value: Any) -> bool:
+        threading.Thread(target=lambda: (link.send(("heard", value)), heard.set())).start()
+        return True
+
+    link.intercept = answer
+    link.send("ready")
+    held: list[Any] = []
+    for size in (1 << 24, 1 << 20, 1 << 16, 1 << 12):
+        with contextlib.suppress(MemoryError):
+            while True:
+                held.append(bytearray(size))
+    heard.wait(20)
 
 
 def facts(link: Link, payload: Any) -> None:
