@@ -123,9 +123,14 @@ def machines_of(nodes: Sequence[NodeReport], kind: DeviceType) -> tuple[Machine,
     """Room for workers on each node, for `rung.cluster.placement.place`."""
     if kind == "cpu":
         return tuple(
-            Machine(name=node.id, label=node.name, spots=tuple(Spot(index=i) for i in range(max(1, int(node.cpus)))))
-            for node in nodes if node.cpus >= 1
-        )  # fmt: skip
+            Machine(
+                name=node.id,
+                label=node.name,
+                spots=tuple(Spot(index=i, speed=float(int(node.cpus))) for i in range(int(node.cpus))),
+            )
+            for node in nodes
+            if node.cpus >= 1
+        )
     found = []
     for node in nodes:
         islands = _islands(_gpus(node))

@@ -64,7 +64,7 @@ def place(count: int, machines: Sequence[Machine], *, spread: bool = False) -> P
     used_busy = count > len(idle)
     pool = everything if used_busy else idle
     # Whoever is slower than the last one needed would hold the others back.
-    slowest = sorted((spot.speed for _, spot in pool), reverse=True)[count - 1]
+    slowest = _least_speed(count, pool, spread=spread)
     room: dict[str, list[Spot]] = defaultdict(list)
     for name, spot in pool:
         if spot.speed >= slowest:
@@ -77,6 +77,16 @@ def place(count: int, machines: Sequence[Machine], *, spread: bool = False) -> P
     if slower:
         reason += f"; {slower} slower left out"
     return Placement(takes=takes, reason=reason)
+
+
+def _least_speed(count: int, pool: Sequence[tuple[str, Spot]], *, spread: bool) -> float:
+    """The speed of the last one needed. Spread workers take machine after machine before any gets a second one."""
+    if not spread:
+        return sorted((spot.speed for _, spot in pool), reverse=True)[count - 1]
+    machines: dict[str, float] = {}
+    for name, spot in pool:
+        machines[name] = max(machines.get(name, 0.0), spot.speed)
+    return sorted(machines.values(), reverse=True)[min(count, len(machines)) - 1]
 
 
 def _spread(count: int, room: Mapping[str, list[Spot]]) -> tuple[tuple[Take, ...], str]:

@@ -1,5 +1,6 @@
 """Machines as the planner asks about them: which devices make a group of N, what they have, what joins them. Pure."""
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -49,7 +50,7 @@ class Pool:
                     key = (index, device.name, device.free_bytes)
                     seen = runs[key][2] if key in runs else 0
                     runs[key] = (node, device, seen + node.count)
-        ordered = sorted(runs.values(), key=lambda r: (-max(r[1].flops.values(), default=0), -r[1].free_bytes))
+        ordered = sorted(runs.values(), key=lambda r: (-_speed(r[1]), -r[1].free_bytes))
         return cls(kind=kind, runs=tuple(ordered), network=inventory.network)
 
     @property
@@ -99,10 +100,18 @@ class Pool:
         """The reason for so many workers."""
         if self.kind == "cpu":
             return "one process uses all cores; more only where memory asks for it" if count == 1 else ""
-        return "every device there is" if count == self.most() else f"{count} of {self.most()} devices"
+        if count == self.most():
+            return "every device there is"
+        speeds = [(_speed(device), number) for _, device, number in self.runs]
+        left = count
+        while speeds and left >= speeds[0][1]:
+            left -= speeds.pop(0)[1]
+        slower = left == 0 and speeds[0][0] < _speed(self.runs[0][1])
+        return f"{count} of {self.most()} devices" + (": the others are slower" if slower else "")
 
-    def choose(self, count: int) -> Choice:
-        """The `count` fastest devices, judged by the slowest and the smallest among them."""
+    def choose(self, count: int, *, balanced: bool = True) -> Choice:
+        """The `count` fastest devices, judged by the slowest and the smallest among them; where shares can follow speed
+        (`balanced`), the setting has all kinds among them."""
         if self.kind == "cpu":
             return self._choose_cpu(count)
         taken = []
@@ -118,6 +127,8 @@ class Pool:
         link = min((n.link for n, _, _ in taken), key=lambda link: link.bytes_per_s)
         host = min((n.host for n, _, _ in taken), key=lambda host: host.free_bytes)
         between = self.network.bytes_per_s
+        kinds = tuple((device, number) for _, device, number in taken)
+        differ = len({device.name for device, _ in kinds}) > 1
         setting = Setting(
             device=slowest,
             host=host,
@@ -126,6 +137,7 @@ class Pool:
             link_latency_s=link.latency_s if nodes == 1 else self.network.latency_s,
             per_node=per_node,
             nodes=nodes,
+            kinds=kinds if balanced and differ else (),
         )
         threads = max(1, host.cores // per_node)
         return Choice(setting=setting, free_bytes=min(d.free_bytes for _, d, _ in taken), threads=threads)
@@ -135,7 +147,8 @@ class Pool:
         there = sum(number for _, _, number in self.runs)
         nodes = min(count, there)
         per_node = math.ceil(count / nodes)
-        node, device, _ = self.runs[-1] if nodes == there else self.runs[0]
+        ends = itertools.accumulate(number for _, _, number in self.runs)
+        node, device, _ = next(run for run, end in zip(self.runs, ends, strict=True) if end >= nodes)
         host = node.host
         threads = max(1, host.cores // per_node)
         share = threads / host.cores * (1.0 if per_node <= host.cores else host.cores / per_node)
@@ -153,6 +166,11 @@ class Pool:
             nodes=nodes,
         )
         return Choice(setting=setting, free_bytes=host.free_bytes // per_node, threads=threads)
+
+
+def _speed(device: DeviceFacts) -> float:
+    """For comparing devices: the fastest rate that it has."""
+    return max(device.flops.values(), default=1.0)
 
 
 def _scaled(device: DeviceFacts, by: float, slower: float) -> DeviceFacts:

@@ -12,7 +12,8 @@ from rung.strategies.profile import Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pins:
-    """What the job fixes; None is the planner's choice. `devices` is an exact count, the other two a range."""
+    """What the job fixes; None is the planner's choice. `devices` is an exact count, the other two a range.
+    `balanced`: shares of unequal devices may follow their speeds."""
 
     strategy: StrategyName | None = None
     devices: int | None = None
@@ -26,6 +27,7 @@ class Pins:
     memory_cap_bytes: int | None = None
     sync_batchnorm: bool = False
     kind: DeviceType | None = None
+    balanced: bool = True
 
 
 def pins_of(job: Any) -> Pins:
@@ -53,6 +55,7 @@ def pins_of(job: Any) -> Pins:
         memory_cap_bytes=_unless_auto(job.devices.memory),
         sync_batchnorm=bool(wanted.get("sync_batchnorm")),
         kind=_unless_auto(getattr(job.devices, "type", None)),
+        balanced=getattr(job.devices, "balance", "auto") is not False,
     )
 
 

@@ -214,7 +214,7 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
     pins = query.pins
     counts = [pins.devices] if pins.devices else query.pool.counts(query.batch, pins.least_devices, pins.most_devices)
     for count in counts:
-        choice = query.pool.choose(count)
+        choice = query.pool.choose(count, balanced=pins.balanced)
         for strategy, optimizer, parameters in _ways(count):
             if pins.strategy not in (None, strategy) and not _stands_in(pins, strategy):
                 continue

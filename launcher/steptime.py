@@ -3,7 +3,7 @@
 The aim is the right order of plans on one inventory, not the absolute time; measured runs scale it (Factors.time).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rung.strategies.memory import STEADY_BYTES, DeviceFacts, Factors, HostFacts, accumulation, weight_width
 from rung.strategies.plan import Plan
@@ -14,13 +14,16 @@ OVERLAP = 0.6
 # ZeRO runs hooks and partitions tensors in Python: a cost for each parameter group and micro-batch, seen in profiles.
 ZERO_HOOK_S = {0: 0.0, 1: 3e-4, 2: 4e-4, 3: 1.2e-3}
 
+# What a group of unequal devices reaches of the sum of their speeds when shares follow speed (benchmarks/balance.py).
+BALANCED = 0.95
 # glibc's DEFAULT_MMAP_THRESHOLD_MAX: larger blocks never come from the heap.
 MOST_HEAP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a plan runs on: its slowest device, its host, and the slowest link on the ring through all devices."""
+    """What a plan runs on: its slowest device, its host, and the slowest link on the ring through all devices. `kinds`:
+    how many there are of each, where they differ and shares of the batch may follow their speeds."""
 
     device: DeviceFacts
     host: HostFacts
@@ -28,6 +31,7 @@ class Setting:
     link_latency_s: float
     per_node: int
     nodes: int
+    kinds: tuple[tuple[DeviceFacts, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +53,7 @@ def step_time(profile: Profile, plan: Plan, setting: Setting, factors: Factors |
     """The predicted time of one full global batch."""
     factors = factors or Factors()
     slots = accumulation(plan)
-    micro = _micro_s(profile, plan, setting)
+    micro = _micro_s(profile, plan, setting) / _pace(profile, plan, setting)
     compute = slots * micro * factors.time
     backward = 2 / 3 * micro * factors.time
     return StepTime(
@@ -58,6 +62,16 @@ def step_time(profile: Profile, plan: Plan, setting: Setting, factors: Factors |
         offload_s=_offload_s(profile, plan, setting, slots),
         update_s=_update_s(profile, plan, setting),
     )
+
+
+def _pace(profile: Profile, plan: Plan, setting: Setting) -> float:
+    """How much faster than its slowest device a group computes whose shares follow speed. They stay equal where nothing
+    can be measured (ZeRO-3), or a batch has too few samples to divide."""
+    if not setting.kinds or plan.zero_stage == 3 or plan.global_batch < 2 * plan.devices:
+        return 1.0
+    own = _micro_s(profile, plan, setting)
+    relative = [number * own / _micro_s(profile, plan, replace(setting, device=d)) for d, number in setting.kinds]
+    return max(1.0, BALANCED * sum(relative) / plan.devices)
 
 
 def _micro_s(profile: Profile, plan: Plan, setting: Setting) -> float:

@@ -192,6 +192,7 @@ class OnRay:
         self.placed = ""
         self._survey: Survey | None = None
         self._count = 0
+        self._unequal = False
         self._used: frozenset[str] = frozenset()
         self._watch = _Watch()
         if cluster.dashboard:
@@ -231,7 +232,10 @@ class OnRay:
         self._survey = survey
         self._watch = _Watch(ids=frozenset(node.id for node in nodes))
         offered = {machine.name for machine in machines}
-        return to_inventory([node for node in nodes if node.id in offered])
+        inventory = to_inventory([node for node in nodes if node.id in offered])
+        speeds = {device.flops["fp32"] for node in inventory.nodes for device in node.devices if device.kind == kind}
+        self._unequal = len(speeds) > 1
+        return inventory
 
     def _kind(self, nodes: Sequence[NodeReport]) -> DeviceType:
         wanted = self._job.devices.type
@@ -252,8 +256,10 @@ class OnRay:
         self._view.say(f"cluster    {len(survey.usable)} {'nodes' if first else 'nodes now'}: {', '.join(parts)}{more}")
 
     def planned(self, job: Job) -> Job:
-        """With the number of workers fixed to what there is, within `cluster.workers`."""
-        changes: dict[str, object] = {"devices": job.devices.model_copy(update={"count": self._count})}
+        """With the number of workers that there is room for, within `cluster.workers`."""
+        # Where devices differ the planner looks at those groups too that leave the slow ones out.
+        count = (min(self._range[0], self._count), self._count) if self._unequal else self._count
+        changes: dict[str, object] = {"devices": job.devices.model_copy(update={"count": count})}
         if self._count == 1 and job.strategy.name == "ddp":  # which is what it is when only one worker is left
             changes["strategy"] = job.strategy.model_copy(update={"name": "single"})
         return job.model_copy(update=changes)

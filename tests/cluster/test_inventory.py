@@ -4,20 +4,22 @@ import dataclasses
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from rung.cluster import inventory
 from rung.cluster.gpus import DeviceLink, DeviceProcess
 from rung.cluster.hardware import Device, probe
-from rung.cluster.inventory import Look, NodeReport
+from rung.cluster.inventory import Look, NodeReport, Survey
 from rung.cluster.placement import place
 from rung.launcher.job import Job
 from rung.launcher.planner import plan_ladder
 from rung.launcher.storage import Store
-from rung.launcher.workers import sees, to_inventory
+from rung.launcher.workers import OnRay, sees, to_inventory
 from rung.strategies.errors import JobError
 from rung.strategies.findings import Level
+from rung.strategies.profile import Activity, Line, ParameterGroup, Profile
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,17 @@ def node(hardware, number, *, gpus=(), cpus=4.0, clock=100.0, **versions):
     return NodeReport(
         id=f"id-{number}", name=f"node-{number}", host="10.0.0.1", cpus=cpus, gpus=float(len(gpus)), asked=99.0,
         answered=101.0, look=look,
+    )  # fmt: skip
+
+
+def profile():
+    activity = Activity(first=(Line(0, 1e6),), again=(Line(0, 1e6),), flops=Line(0, 1e11), moved=Line(0, 1e6),
+                        operations=100)  # fmt: skip
+    group = ParameterGroup(name="w", count=10**6, bytes=4 * 10**6, dtype="float32", trainable=True)
+    return Profile(
+        task="t", digest="d", method="given", precision="fp32", optimizer="AdamW", groups=(group,), buffer_bytes=0,
+        optimizer_bytes=8 * 10**6, step_bytes=0, input_bytes=Line(0, 1000), plain=activity, checkpointed=None,
+        largest_parameter=10**6,
     )  # fmt: skip
 
 
@@ -83,6 +96,41 @@ def test_nodes_of_one_machine_share_its_memory_in_the_plan(hardware):
     one, other = node(hardware, 0), node(hardware, 0)
     alone = to_inventory([one]).nodes[0].host.free_bytes
     assert to_inventory([one, other]).nodes[0].host.free_bytes == alone // 2
+
+
+def test_a_node_that_would_hold_back_the_rest_is_not_forced_on_the_planner(hardware):
+    """Of equal nodes all are used; where they differ it may leave slow ones out, down to the least asked for."""
+    job = Job.from_dict(
+        {"task": "task:T", "run": "run", "batch": 64, "cluster": {"address": "auto", "workers": [1, 4]}}
+    )
+
+    class Cluster:
+        dashboard = ""
+
+        def __init__(self, cpus):
+            self.nodes = [node(hardware, number, cpus=count) for number, count in enumerate(cpus)]
+
+        def survey(self, deadline_s):
+            return Survey(nodes=tuple(self.nodes))
+
+    def planned(cpus):
+        most = dataclasses.replace(hardware.host, cpus=64.0, physical_cpus=64)
+        cluster = Cluster(cpus)
+        cluster.nodes = [
+            dataclasses.replace(n, look=dataclasses.replace(n.look, hardware=dataclasses.replace(
+                n.look.hardware, host=dataclasses.replace(most, hostname=n.name))))
+            for n in cluster.nodes
+        ]  # fmt: skip
+        fleet = OnRay(cluster, job, SimpleNamespace(say=lambda *a, **k: None))
+        inventory = fleet.machines()
+        return plan_ladder(fleet.planned(job), inventory, profile()), inventory
+
+    ladder, _ = planned([8.0, 8.0])
+    assert {plan.devices for plan in ladder.plans} == {2}
+    ladder, inventory = planned([2.0, 32.0])
+    assert ladder.best.devices == 1
+    assert ladder.best.threads == 32
+    assert inventory.nodes[0].host.cores == 2
 
 
 @pytest.mark.parametrize("count", [64, 8000])

@@ -51,6 +51,14 @@ def test_cpu_workers_are_spread():
     assert where(place(3, machines, spread=True)) == {"a": (0, 1), "b": (0,)}
 
 
+def test_cpu_workers_go_to_the_largest_machines_one_on_each():
+    machines = [machine("small", [0], speed=1.0), machine("a", [0] * 4, speed=4.0), machine("b", [0] * 4, speed=4.0)]
+    chosen = place(2, machines, spread=True)
+    assert where(chosen) == {"a": (0,), "b": (0,)}
+    assert "1 slower left out" in chosen.reason
+    assert where(place(3, machines, spread=True)) == {"small": (0,), "a": (0,), "b": (0,)}
+
+
 def test_more_than_there_is_is_refused_with_what_there_is():
     with pytest.raises(JobError, match=r"9 workers asked for, there is room for 3 \(a: 2, b: 1\)"):
         place(9, [machine("a", [0, 0]), machine("b", [0])])

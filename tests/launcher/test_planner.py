@@ -37,9 +37,9 @@ def make_profile(count, *, per_sample, precision="bf16", flops=None):
     )  # fmt: skip
 
 
-def make_job(batch=64, *, count="auto", memory="auto", precision="auto", kind="auto", **pins):
+def make_job(batch=64, *, count="auto", memory="auto", precision="auto", kind="auto", balance="auto", **pins):
     wanted = {"name": "auto", **pins}
-    devices = SimpleNamespace(count=count, memory=memory, type=kind)
+    devices = SimpleNamespace(count=count, memory=memory, type=kind, balance=balance)
     return SimpleNamespace(batch=batch, strategy=wanted, precision=precision, devices=devices)
 
 
@@ -101,6 +101,41 @@ def test_a_slow_link_makes_zero3_slower():
         return min(p.predicted_step_s for p in ladder.plans if p.strategy == strategy and p.offload_optimizer == "none")
 
     assert best(slow, "zero3") > best(fast, "zero3")
+
+
+@pytest.mark.parametrize("count", [10**8, 3 * 10**9, 7 * 10**9, 30 * 10**9])
+def test_a_slow_network_keeps_training_within_one_node_or_off_zero3(count):
+    """Weights do not cross it in every pass: all of it in one node, or a strategy that gathers none."""
+    profile = make_profile(count, per_sample=1e9)
+
+    def best(network):
+        return plan_ladder(make_job(256), machines(nodes=4, link="nvlink4", network=network), profile).best
+
+    assert best("3200Gb/s").devices == 32
+    slow, slowest = best("25Gb/s"), best("1Gb/s")
+    assert slow.devices <= 8 or slow.zero_stage < 3, slow.describe()
+    assert slowest.devices <= 8, slowest.describe()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "balance", "expected"),
+    [
+        (("8 x H100-80G", "1 x V100-16G"), "auto", 8),  # its part would be smaller than what sharing costs
+        (("4 x H100-80G", "4 x A100-80G"), "auto", 8),
+        (("4 x H100-80G", "4 x A100-80G"), False, 4),  # equal shares: eight would compute as eight A100
+        (("2 x H100-80G", "1 x T4-16G"), "auto", 2),
+    ],
+)
+def test_a_slow_device_is_left_out_unless_shares_that_follow_speed_make_it_useful(kinds, balance, expected):
+    inventory = machines(list(kinds), link="nvlink4")
+    best = plan_ladder(make_job(256, balance=balance), inventory, SMALL).best
+    assert best.devices == expected
+    assert ("slower" in best.reasons["devices"]) == (expected < inventory.device_count)
+
+
+def test_under_zero3_nothing_is_measured_so_a_slow_device_is_left_out():
+    inventory = machines(["4 x H100-80G", "4 x A100-80G"], link="nvlink4")
+    assert plan_ladder(make_job(256, name="zero3"), inventory, LARGE).best.devices == 4
 
 
 def test_one_device_gets_zero_only_with_offload():
