@@ -7,17 +7,20 @@
 Ray finds the nodes, reserves room on them all at once (a placement group with one bundle for each node), carries the
 runtime environment there, and runs one `rung.cluster.agent` in each bundle. Everything else is as on one machine.
 
-Why Ray Train's trainers are not used. A TorchTrainer has a control loop of its own, and there can be one that decides:
-when a worker fails, Train ends the others at once, while rung first has a survivor write the state of the last
-completed step; Train starts again with the same code, while rung may need another plan. And Train runs the function in
-a thread of an actor: there is no signal handler for preemption, no exit status of its own that tells out-of-memory
-from a crash, no memory cap, and no stacks of a hang. What rung takes from Ray are the layers below Train.
+Why Ray Train's trainers are not used, as tried with Ray 2.60. Since Train V2 a callback of its controller
+(`WorkerGroupCallback.before_worker_group_shutdown`) can ask a survivor for its state before it is ended, and that works
+when a process is killed. Against it stands that a group is ended with its processes and made anew, which took 12 s;
+an agent with its libraries loaded takes 0.1 s; that a machine which falls silent is noticed after ten minutes, a hang
+not at all; that the training function is fixed, while rung may need another plan; and that it runs in a thread of an
+actor: no signal handler for preemption, no exit status that tells out-of-memory from a crash, no memory cap of its own.
+The callback is not part of Train's stable interface either. What rung takes from Ray are the layers below Train.
 """
 
 import contextlib
 import inspect
 import logging
 import os
+import re
 import secrets
 import socket
 import time
@@ -371,5 +374,8 @@ def _import_ray() -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines and lines[0].startswith("ray::") else " ".join(lines[:3])[:400] or type(error).__name__
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # Ray colours its words for terminals
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
+    if any("Traceback (most recent" in line or line.startswith("ray::") for line in lines[:3]):
+        return lines[-1][:400]
+    return " ".join(lines[:3])[:400] or type(error).__name__

@@ -214,7 +214,8 @@ def allowed(old: Plan, new: Plan, rules: Rules) -> bool:
 def changes(old: Plan, new: Plan) -> list[str]:
     """Names of what differs, in the words that `fallback: {allow: [...]}` uses."""
     found: list[str] = []
-    if old.strategy != new.strategy and (old.strategy, new.strategy) != ("ddp", "single"):
+    other_way = old.strategy != new.strategy or bool(old.node_ranks) != bool(new.node_ranks)
+    if other_way and (old.strategy, new.strategy) != ("ddp", "single"):
         found.append("strategy")
     if old.micro_batch != new.micro_batch and old.devices == new.devices:
         found.append("micro_batch")
@@ -245,10 +246,10 @@ def _may_ease(old: Plan, new: Plan, cause: Cause) -> bool:
     return eases(old, new, cause) or (by_kind and _frugality(new) > _frugality(old))
 
 
-def _frugality(plan: Plan) -> tuple[int, int, bool, int]:
+def _frugality(plan: Plan) -> tuple[int, int, bool, bool, int]:
     """More of it takes less memory: what the ladder without a profile is ordered by."""
     offloads = sum(("none", "host", "disk").index(w) for w in (plan.offload_optimizer, plan.offload_parameters))
-    return offloads, plan.zero_stage, plan.activation_checkpointing, -plan.micro_batch
+    return offloads, plan.zero_stage, not plan.node_ranks, plan.activation_checkpointing, -plan.micro_batch
 
 
 def _thrift(plan: Plan) -> tuple[int, ...]:
@@ -265,6 +266,8 @@ def difference(old: Plan, new: Plan) -> str:
         words.append(f"micro-batch {old.micro_batch} -> {new.micro_batch} (x {new.accumulation} accumulated)")
     if old.activation_checkpointing != new.activation_checkpointing:
         words.append(f"activation checkpointing {'on' if new.activation_checkpointing else 'off'}")
+    if bool(old.node_ranks) != bool(new.node_ranks):
+        words.append("weights a second time in each node" if new.node_ranks else "weights only once over all nodes")
     for what in ("optimizer", "parameters"):
         before, after = getattr(old, f"offload_{what}"), getattr(new, f"offload_{what}")
         if before != after:

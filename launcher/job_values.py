@@ -72,6 +72,8 @@ class StrategyPins(_Section):
     """Where the optimizer's state lives, if not on the device."""
     offload_parameters: Offload | None = None
     """Where the weights live, if not on the device."""
+    within_nodes: bool | None = None
+    """ZeRO-3 over several nodes: each node holds all weights a second time, so that fewer gathers cross the network."""
     devices: Positive | None = None
     """How many devices take part."""
     sync_batchnorm: bool = False

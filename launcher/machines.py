@@ -137,6 +137,8 @@ class Pool:
             link_latency_s=link.latency_s if nodes == 1 else self.network.latency_s,
             per_node=per_node,
             nodes=nodes,
+            near_bytes_per_s=link.bytes_per_s,
+            near_latency_s=link.latency_s,
             kinds=kinds if balanced and differ else (),
         )
         threads = max(1, host.cores // per_node)
@@ -164,6 +166,8 @@ class Pool:
             link_latency_s=max(link.latency_s, LINKS["memory"].latency_s),
             per_node=per_node,
             nodes=nodes,
+            near_bytes_per_s=LINKS["memory"].bytes_per_s / max(1, per_node - 1),
+            near_latency_s=LINKS["memory"].latency_s,
         )
         return Choice(setting=setting, free_bytes=host.free_bytes // per_node, threads=threads)
 

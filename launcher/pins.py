@@ -28,6 +28,7 @@ class Pins:
     sync_batchnorm: bool = False
     kind: DeviceType | None = None
     balanced: bool = True
+    within_nodes: bool | None = None
 
 
 def pins_of(job: Any) -> Pins:
@@ -37,7 +38,7 @@ def pins_of(job: Any) -> Pins:
         wanted = {"name": wanted}
     elif not isinstance(wanted, Mapping):
         names = ("name", "micro_batch", "checkpointing", "offload_optimizer", "offload_parameters", "devices",
-                 "sync_batchnorm")  # fmt: skip
+                 "sync_batchnorm", "within_nodes")  # fmt: skip
         wanted = {name: getattr(wanted, name, None) for name in names}
     count = _unless_auto(job.devices.count)
     least, most = count if isinstance(count, tuple | list) else (count, count)
@@ -53,6 +54,7 @@ def pins_of(job: Any) -> Pins:
         offload_parameters=_unless_auto(wanted.get("offload_parameters")),
         precision=_unless_auto(job.precision),
         memory_cap_bytes=_unless_auto(job.devices.memory),
+        within_nodes=_unless_auto(wanted.get("within_nodes")),
         sync_batchnorm=bool(wanted.get("sync_batchnorm")),
         kind=_unless_auto(getattr(job.devices, "type", None)),
         balanced=getattr(job.devices, "balance", "auto") is not False,

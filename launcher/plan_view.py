@@ -30,7 +30,7 @@ def rows(ladder: Ladder, *, all_rungs: bool = False) -> list[tuple[str, ...]]:
         found.append(
             (
                 "->" if entry is ladder.rungs[0] else "",
-                plan.strategy,
+                plan.strategy + (f", {plan.node_ranks} a node" if plan.node_ranks else ""),
                 f"{plan.devices} x {plan.device}",
                 f"{plan.micro_batch} x {accumulation(plan)}",
                 "yes" if plan.activation_checkpointing else "no",
@@ -71,7 +71,8 @@ def as_json(ladder: Ladder) -> dict[str, Any]:
 
 
 def _way(plan: Plan) -> tuple[object, ...]:
-    return plan.strategy, plan.devices, plan.activation_checkpointing, plan.offload_optimizer, plan.offload_parameters
+    where = plan.offload_optimizer, plan.offload_parameters
+    return plan.strategy, plan.node_ranks, plan.devices, plan.activation_checkpointing, *where
 
 
 def _offloads(plan: Plan) -> tuple[tuple[str, str], ...]:

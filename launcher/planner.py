@@ -4,6 +4,7 @@ Pure: reads nothing, starts nothing, imports no torch. `rung plan` prints what t
 rung and goes down it when reality disagrees.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,10 @@ from rung.cluster.catalog import Inventory
 from rung.launcher.machines import Choice, Pool, inventory_of
 from rung.launcher.pins import Pins, check_count, check_offload, choose_precision, pins_of
 from rung.launcher.steptime import StepTime, step_time
+from rung.launcher.ways import micro_batches, nodes_of, ways
 from rung.strategies.errors import DoesNotFit, JobError
 from rung.strategies.memory import GIB, MIB, Account, Factors, accumulation, predict
-from rung.strategies.plan import Offload, Plan, Precision, StrategyName
+from rung.strategies.plan import Plan, Precision, StrategyName
 from rung.strategies.profile import Profile
 
 # Host memory of a worker before it has a model: Python and torch, most of it shared with the forkserver.
@@ -25,14 +27,6 @@ ZERO_HANDICAP = 1.1
 # The same for several processes on one CPU, which hold everything as many times.
 PROCESSES_HANDICAP = 1.1
 _SIMPLEST = {"single": 0, "ddp": 1, "zero1": 2, "zero2": 3, "zero3": 4}
-_OFFLOADS: tuple[tuple[StrategyName, Offload, Offload], ...] = (
-    ("zero2", "host", "none"),
-    ("zero3", "host", "none"),
-    ("zero3", "host", "host"),
-    ("zero3", "disk", "none"),
-    ("zero3", "disk", "host"),
-    ("zero3", "disk", "disk"),
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +209,7 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
     counts = [pins.devices] if pins.devices else query.pool.counts(query.batch, pins.least_devices, pins.most_devices)
     for count in counts:
         choice = query.pool.choose(count, balanced=pins.balanced)
-        for strategy, optimizer, parameters in _ways(count):
+        for strategy, optimizer, parameters in ways(count):
             if pins.strategy not in (None, strategy) and not _stands_in(pins, strategy):
                 continue
             if pins.offload_optimizer not in (None, optimizer) or pins.offload_parameters not in (None, parameters):
@@ -223,7 +217,8 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
             for checkpointing in (False, True):
                 if pins.activation_checkpointing not in (None, checkpointing):
                     continue
-                for micro in _micro_batches(query, count):
+                sizes = micro_batches(query.batch, count, pins.micro_batch)
+                for micro, node_ranks in itertools.product(sizes, _nodes(query, choice, count, strategy, parameters)):
                     yield (
                         Plan(
                             strategy=strategy,
@@ -235,6 +230,7 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
                             activation_checkpointing=checkpointing,
                             offload_optimizer=optimizer,
                             offload_parameters=parameters,
+                            node_ranks=node_ranks,
                             memory_cap_bytes=pins.memory_cap_bytes,
                             sync_batchnorm=pins.sync_batchnorm,
                             threads=choice.threads,
@@ -243,29 +239,17 @@ def _candidates(query: _Query) -> Iterator[tuple[Plan, Choice]]:
                     )
 
 
-def _ways(count: int) -> Iterator[tuple[StrategyName, Offload, Offload]]:
-    names: tuple[StrategyName, ...] = ("single",) if count == 1 else ("ddp",)
-    yield from ((name, "none", "none") for name in (*names, *("zero1", "zero2", "zero3")))
-    yield from _OFFLOADS
+def _nodes(query: _Query, choice: Choice, count: int, strategy: str, parameters: str) -> list[int]:
+    """Whether the weights are held a second time within each node. What that costs is not known without a profile."""
+    possible = strategy == "zero3" and parameters == "none" and query.profile is not None
+    within = nodes_of(count, choice.setting.per_node, choice.setting.nodes) if possible else 0
+    wanted = query.pins.within_nodes
+    return [size for size in dict.fromkeys((0, within)) if wanted is None or not within or wanted == bool(size)]
 
 
 def _stands_in(pins: Pins, strategy: StrategyName) -> bool:
     """Where a job says ddp and may go down to one device, `single` is what ddp is there."""
     return (pins.strategy, strategy) == ("ddp", "single")
-
-
-def _micro_batches(query: _Query, count: int) -> list[int]:
-    """The whole share, and cuts of it into 2, 4, 8, ... equal parts, down to 1."""
-    share = -(-query.batch // count)
-    if query.pins.micro_batch:
-        return [min(query.pins.micro_batch, share)]
-    sizes: list[int] = []
-    parts = 1
-    while not sizes or sizes[-1] > 1:
-        size = -(-share // parts)
-        sizes.append(size)
-        parts *= 2
-    return list(dict.fromkeys(sizes))
 
 
 def _senseless(query: _Query, plan: Plan) -> str:
@@ -342,7 +326,7 @@ def _order(query: _Query, rung: Rung, ample: set[int]) -> tuple[float, ...]:
     plan = rung.plan
     offloads = sum(("none", "host", "disk").index(w) for w in (plan.offload_optimizer, plan.offload_parameters))
     stands_in = float(_stands_in(query.pins, plan.strategy))
-    simple = (_SIMPLEST[plan.strategy], offloads, plan.activation_checkpointing, -plan.micro_batch)
+    simple = (_SIMPLEST[plan.strategy], plan.node_ranks, offloads, plan.activation_checkpointing, -plan.micro_batch)
     if rung.time is None:
         frugal = (offloads, plan.zero_stage, plan.activation_checkpointing, -plan.micro_batch)
         devices = plan.devices if query.pool.kind == "cpu" else -plan.devices

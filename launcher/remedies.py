@@ -63,7 +63,13 @@ def devices_that_fit(profile: Profile, plan: Plan, device_bytes: int, factors: F
     while count <= min(MOST_PROPOSED, plan.global_batch):
         if count > plan.devices:
             bigger = plan.with_(
-                strategy="zero3", devices=count, micro_batch=1, activation_checkpointing=True, shares=(), reasons={}
+                strategy="zero3",
+                devices=count,
+                micro_batch=1,
+                activation_checkpointing=True,
+                shares=(),
+                node_ranks=0,
+                reasons={},
             )
             if predict(profile, bigger, factors).device_bytes_with_headroom <= device_bytes:
                 return count

@@ -79,6 +79,8 @@ def pins(plan: Plan, first: Plan) -> list[str]:
         found.append(f"strategy.offload_optimizer={plan.offload_optimizer}")
     if plan.offload_parameters != "none":
         found.append(f"strategy.offload_parameters={plan.offload_parameters}")
+    if plan.node_ranks:
+        found.append("strategy.within_nodes=true")
     if plan.devices != first.devices:
         found.append(f"devices.count={plan.devices}")
     return found

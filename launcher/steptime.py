@@ -22,8 +22,11 @@ MOST_HEAP_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a plan runs on: its slowest device, its host, and the slowest link on the ring through all devices. `kinds`:
-    how many there are of each, where they differ and shares of the batch may follow their speeds."""
+    """What a plan runs on: its slowest device, its host, and the slowest link on the ring through all devices.
+
+    `near_bytes_per_s`, `near_latency_s`: the link within a node. `kinds`: how many there are of each, where they differ
+    and shares of the batch may follow their speeds.
+    """
 
     device: DeviceFacts
     host: HostFacts
@@ -31,6 +34,8 @@ class Setting:
     link_latency_s: float
     per_node: int
     nodes: int
+    near_bytes_per_s: float = 0.0
+    near_latency_s: float = 0.0
     kinds: tuple[tuple[DeviceFacts, int], ...] = ()
 
 
@@ -112,7 +117,8 @@ def _communication_s(profile: Profile, plan: Plan, setting: Setting, slots: int,
     latency = setting.link_latency_s * (1 + (plan.devices - 1).bit_length())
     gradients = profile.gradient_bytes if plan.zero_stage == 0 else profile.trainable_count * weight_width(plan)
     weights = profile.parameter_count * weight_width(plan)
-    hidden = OVERLAP * backward_s
+    # On a CPU gloo adds up and copies on the cores that compute.
+    hidden = 0.0 if plan.device == "cpu" else OVERLAP * backward_s
     hooks = ZERO_HOOK_S[plan.zero_stage] * max(1, len(profile.groups)) * slots
     buckets = 1 + gradients // (25 * 2**20)
     if plan.zero_stage == 0:
@@ -124,8 +130,14 @@ def _communication_s(profile: Profile, plan: Plan, setting: Setting, slots: int,
     each = max(reduce - hidden, 0.1 * reduce) * slots
     if plan.zero_stage == 2:
         return each + weights * ring + latency + hooks
-    gather = 2 * (weights * ring + len(profile.groups) * latency)
-    return each + max(gather - hidden, 0.3 * gather) * slots + hooks
+    first = again = 2 * (weights * ring + len(profile.groups) * latency)
+    if plan.node_ranks:
+        # Only the first forward pass gathers over the network (ZeRO++, Wang et al. 2023, section 3.2).
+        near = (plan.node_ranks - 1) / plan.node_ranks / setting.near_bytes_per_s
+        again = 2 * (weights * near + len(profile.groups) * setting.near_latency_s * (1 + plan.node_ranks.bit_length()))
+        first = (first + again) / 2
+    gathers = max(first - hidden, 0.3 * first) + max(again - hidden, 0.3 * again) * (slots - 1)
+    return each + gathers + hooks
 
 
 def _offload_s(profile: Profile, plan: Plan, setting: Setting, slots: int) -> float:

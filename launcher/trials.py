@@ -52,7 +52,7 @@ def _candidates(ladder: Ladder) -> Sequence[Plan]:
     """The best rung of each of the first few ways of training, so that unlike ones are compared."""
     ways: dict[tuple[object, ...], Plan] = {}
     for plan in ladder.plans:
-        ways.setdefault((plan.strategy, plan.devices, plan.activation_checkpointing), plan)
+        ways.setdefault((plan.strategy, plan.devices, plan.activation_checkpointing, plan.node_ranks), plan)
     return list(ways.values())[:CANDIDATES]
 
 

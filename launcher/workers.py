@@ -222,6 +222,12 @@ class OnRay:
                 break
             time.sleep(1.0)
         self._say(survey, first)
+        if survey.nodes and not nodes and first:
+            silent = "; ".join(f"{node.name}: {node.error}" for node in survey.nodes[:4])
+            raise JobError(
+                f"cluster: no node answers: {silent}",
+                hint="if that is about the environment, look at cluster.runtime_env and what it needs on the nodes",
+            )
         if room < least and not first:
             raise WorkersFailed(
                 f"the job needs at least {least} workers, and the nodes that are left have room for {room}"

@@ -38,7 +38,7 @@ CONVOLUTION_BYTES = 3 * 2**19
 MOST_CONVOLUTION_BYTES = 20 * MIB
 GLOO_BYTES = 60 * MIB
 ZERO_LIBRARY_BYTES = 106 * MIB
-ZERO3_LIBRARY_BYTES = 150 * MIB
+ZERO3_LIBRARY_BYTES = 140 * MIB
 # glibc's malloc.h: the least size of a block that is mapped by itself.
 M_MMAP_THRESHOLD = -3
 STEADY_BYTES = 512 * 2**10
@@ -169,6 +169,9 @@ def _state(profile: Profile, plan: Plan) -> list[Item]:
     if stage == 3:
         items.append(_placed("weights, partition", -(-weights // n), plan.offload_parameters, "(P+F)·w/N"))
         live = min(trainable + frozen, ZERO3_LIVE_ELEMENTS + profile.largest_group_count) * width
+        if plan.node_ranks:
+            second = -(-weights // plan.node_ranks)
+            items.append(Item(name="weights, second partition", device_bytes=second, source="hpZ: (P+F)·w/node_ranks"))
         items.append(Item(name="live parameters", device_bytes=live, source="gathered for use, at most the live limit"))
     else:
         items.append(Item(name="weights", device_bytes=weights, source="(P+F)·w"))
@@ -225,7 +228,7 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
         if plan.zero_stage < 3 and plan.device == "cpu":
             # Kernels lie anywhere in one flat buffer, and oneDNN copies them once more (measured).
             size += _convolution_bytes(profile) * 5 // 4
-        size = max(size, _zero_floor(profile, plan))
+        size = max(size, _zero_floor(profile, plan, int(passes * factors.activations)))
     batch = int(profile.input_bytes.at(plan.micro_batch))
     return [
         Item(name="activations", device_bytes=size, source=f"{profile.method}, micro-batch {plan.micro_batch}"),
@@ -233,15 +236,22 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
     ]
 
 
-def _zero_floor(profile: Profile, plan: Plan) -> int:
-    """What DeepSpeed flattens, gathers and prefetches, which may be more than the activations of a small micro-batch.
+def _zero_floor(profile: Profile, plan: Plan, passes: int) -> int:
+    """What DeepSpeed flattens, gathers and prefetches, which may be more than the activations (`passes`) alone.
 
     Stages 1 and 2: a bucket is flattened into a copy to be reduced (stage_1_and_2.py, allreduce_bucket); in the step,
     with the bucket gone, this rank's gradients are there twice, as they came and flat. The rest was measured.
+
+    Stage 3, the higher of two moments. Prefetched weights arrive in one flat tensor, and each is copied out before that
+    goes (partition_parameters.py, AllGatherCoalescedHandle.wait), beside the activations that wait for the backward
+    pass: the peak of a pass without what its loss took besides (measured: three quarters). At its end the bucket is
+    laid out by ranks in a copy (coalesced_collectives.py, reduce_scatter_coalesced), which gloo copies again, since it
+    reduces for all (ProcessGroupGloo.cpp); all live weights but the last modules' are gone by then.
     """
     bucket = 4 * min(ZERO_BUCKET_ELEMENTS, profile.trainable_count)
     if plan.zero_stage == 3:
-        return bucket * 3 // 4 + 20 * MIB
+        prefetched = weight_width(plan) * min(ZERO3_PREFETCH_ELEMENTS, profile.trainable_count)
+        return max(passes * 3 // 4 + prefetched, bucket + weight_width(plan) * profile.largest_group_count)
     part = -(-profile.trainable_count // plan.devices)
     flat = 0 if plan.offload_optimizer != "none" else 4 * part * (1 if accumulation(plan) > 1 else 2)
     return max(bucket + 44 * MIB, flat - bucket)
@@ -312,12 +322,13 @@ def _left_in_heap(profile: Profile, plan: Plan) -> int:
 
 
 def _error(plan: Plan, factors: Factors, peak: int) -> float:
-    """A part of the peak, and on a CPU an amount besides: what libraries take does not shrink with the model."""
+    """A part of the peak, and on a CPU an amount besides: what libraries take does not shrink with the model. Stages 1
+    and 2 differ from run to run by part of a bucket, as the reduction of one meets the backward pass (measured)."""
     if factors.error is not None:
         return max(0.02, factors.error)
     if plan.device != "cpu":
         return 0.08
-    amount = (12 if plan.zero_stage else 6 if plan.devices > 1 else 3) * MIB
+    amount = (12 if plan.zero_stage == 3 else 18 if plan.zero_stage else 6 if plan.devices > 1 else 3) * MIB
     return (0.05 if plan.memory_cap_bytes else 0.15) + amount / max(1, peak)
 
 

@@ -21,8 +21,10 @@ class Plan:
 
     `micro_batch` is the most samples in one forward pass on one device. `shares` gives the samples that each rank
     takes of a full global batch (their sum is `global_batch`); empty means as equal as can be. `sync_batchnorm`: batch
-    norms take their statistics over the micro-batches of all devices. All sizes are in bytes. `reasons` maps a
-    field's name to why it has its value.
+    norms take their statistics over the micro-batches of all devices. `node_ranks`: under ZeRO-3, each so many
+    neighbouring ranks (those of a node) hold all weights among them a second time, so that gathers stay within the node
+    but for the first one of a step (ZeRO++'s hpZ, Wang et al. 2023); 0: they do not. All sizes are in bytes. `reasons`
+    maps a field's name to why it has its value.
     """
 
     strategy: StrategyName
@@ -34,6 +36,7 @@ class Plan:
     activation_checkpointing: bool = False
     offload_optimizer: Offload = "none"
     offload_parameters: Offload = "none"
+    node_ranks: int = 0
     sync_batchnorm: bool = False
     shares: tuple[int, ...] = ()
     memory_cap_bytes: int | None = None
@@ -48,6 +51,9 @@ class Plan:
             raise ValueError(f"devices, micro_batch and global_batch are at least 1, got {self}")
         if self.strategy == "single" and self.devices != 1:
             raise ValueError(f"single runs on one device, got {self.devices}")
+        whole_nodes = self.node_ranks > 1 and self.devices % self.node_ranks == 0 and self.devices > self.node_ranks
+        if self.node_ranks and not (self.strategy == "zero3" and self.offload_parameters == "none" and whole_nodes):
+            raise ValueError(f"node_ranks is for zero3 on several nodes of as many devices each, got {self}")
         if self.shares and (len(self.shares) != self.devices or sum(self.shares) != self.global_batch):
             raise ValueError(f"shares {self.shares} do not cut {self.global_batch} samples over {self.devices} devices")
 
@@ -61,7 +67,7 @@ class Plan:
         """What tells one rung of a ladder from another: everything chosen, nothing predicted or explained."""
         return (
             self.strategy, self.devices, self.micro_batch, self.activation_checkpointing,
-            self.offload_optimizer, self.offload_parameters,
+            self.offload_optimizer, self.offload_parameters, self.node_ranks,
         )  # fmt: skip
 
     @property
@@ -79,6 +85,8 @@ class Plan:
         ]
         if self.activation_checkpointing:
             parts.append("activation checkpointing")
+        if self.node_ranks:
+            parts.append(f"weights a second time in every {self.node_ranks} devices")
         if self.sync_batchnorm and self.devices > 1:
             parts.append("batch norms synchronised")
         for what, where in (("optimizer", self.offload_optimizer), ("parameters", self.offload_parameters)):

@@ -63,6 +63,7 @@ def deepspeed_config(
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "stage3_gather_16bit_weights_on_model_save": False,
             "memory_efficient_linear": True,
+            "zero_hpz_partition_size": plan.node_ranks or 1,
         }
     zero["offload_optimizer"] = _offload(plan.offload_optimizer, plan, folder) | {
         "buffer_count": SWAP_BUFFERS,

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rung.strategies.zero_runtime import forget_second_partitions
+
 # Gathered at once while later code initialises weights: a weight, its bias, and what it is tied to or copied from.
 _OPEN = 4
 # A module of at least this size leaves a hole worth giving back.
@@ -47,9 +49,31 @@ def partitioned(config: dict[str, object], built: list[torch.nn.Module], *, dtyp
     with init, touched:
         yield
     touched.close()
-    if not at_once:
-        for module in built:
+    _spare_inputs()
+    for module in built:
+        if not at_once:
             _convert(module, dtype)
+        # Made from what was there before the change of type, and not needed before the first step.
+        forget_second_partitions(module)
+
+
+def _spare_inputs() -> None:
+    """ZeRO-3's linear layer keeps its input for the gradient of its weight, also of one that has none: a third of all
+    activations of a model of which little trains (LoRA, measured). `zero_runtime` puts torch's own back in the end."""
+    from deepspeed.runtime.zero import linear
+
+    class Frozen(linear.LinearFunctionForZeroStage3):  # type: ignore[misc]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            nothing = inputs[0].new_empty(0)
+            linear.LinearFunctionForZeroStage3.setup_context(ctx, (nothing, *inputs[1:]), output)
+
+    def apply(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:  # noqa: A002
+        kept = linear.LinearFunctionForZeroStage3 if weight.requires_grad else Frozen
+        return kept.apply(input, weight, bias)
+
+    if torch.nn.functional.linear is linear.zero3_linear_wrap:
+        torch.nn.functional.linear = apply
 
 
 def _offloads_weights_to_disk(config: dict[str, object]) -> bool:

@@ -180,8 +180,17 @@ def spread_weights(zero: Any) -> None:
         zero._reassign_or_swap_out_partitioned_parameters(index)
         if disk:
             zero._release_swap_buffers(index)
+    forget_second_partitions(zero.module)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def forget_second_partitions(module: torch.nn.Module) -> None:
+    """Weights that a node holds a second time (`Plan.node_ranks`) are old once the first partitions are written; the
+    next forward pass makes them anew."""
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_id"):
+            parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

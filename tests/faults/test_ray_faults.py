@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -22,12 +24,39 @@ def test_the_same_job_gives_the_same_bits_on_a_cluster_and_what_does_not_exist_i
     assert refused.code == 2, refused.all
     assert "3 workers asked for, there is room for 2" in refused.err
     assert time.monotonic() - began < 40
-    done = project.launch(*on(cluster, "cluster.workers=2"))
+    with (project.folder / "task.py").open("a") as file:
+        file.write('print("FROM_JOB is", os.environ.get("FROM_JOB"), "on", os.environ.get("RANK"), flush=True)\n')
+    done = project.launch(*on(cluster, "cluster.workers=2", 'cluster.runtime_env={env_vars: {FROM_JOB: "yes"}}'))
     assert done.code == 0, done.all
+    assert {line for line in project.logs().splitlines() if "FROM_JOB" in line} == {
+        "FROM_JOB is yes on 0", "FROM_JOB is yes on 1"
+    }  # fmt: skip
     assert same_bits(project.weights(), whole) == []
     assert {p.name for p in (project.folder / "run/logs/attempt-001").iterdir()} == {"rank-0.log", "rank-1.log"}
     assert "(pid=" not in done.all
     assert "INFO" not in done.all
+
+
+def test_other_versions_on_a_node_and_another_ray_here_are_refused_by_name(project, cluster, nodes, tmp_path):
+    nodes(1)
+    (tmp_path / "numpy-0.1.dist-info").mkdir()
+    (tmp_path / "numpy-0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.1\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    other = cluster.add_node(num_cpus=1, object_store_memory=80 << 20, env_vars={"PYTHONPATH": path})
+    try:
+        refused = project.launch(*on(cluster, "cluster.workers=[1, 2]"))
+    finally:
+        cluster.remove_node(other, allow_graceful=False)
+    assert refused.code == 2, refused.all
+    assert "has numpy 0.1 (here" in refused.err
+    assert "training " not in refused.out
+    code = "import sys, ray; ray.__version__ = '1.0'\nfrom rung.cluster.ray_train import RayCluster\n"
+    code += "RayCluster.connect(sys.argv[1])"
+    command = [sys.executable, "-c", code, cluster.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "DependencyError" in done.stderr, done.stderr
+    assert "Ray: 1.0" in done.stderr
+    assert "install the Ray (and Python) version of the cluster" in done.stderr
 
 
 def test_a_worker_and_then_a_raylet_killed_cost_no_step_and_a_node_that_joins_is_used(project, cluster, nodes, whole):

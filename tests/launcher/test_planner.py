@@ -60,6 +60,8 @@ def cpu_machine(memory_gib=16, cores=2):
 
 SMALL = make_profile(10**8, per_sample=200e6)
 LARGE = make_profile(7 * 10**9, per_sample=2e9)
+HUGE = make_profile(20 * 10**9, per_sample=1e9)
+PREDICTED = ("predicted_device_peak_bytes", "predicted_host_peak_bytes", "predicted_step_s", "reasons")
 TINY_FP32 = make_profile(10**7, per_sample=10e6, precision="fp32", flops=1e10)
 
 
@@ -113,8 +115,28 @@ def test_a_slow_network_keeps_training_within_one_node_or_off_zero3(count):
 
     assert best("3200Gb/s").devices == 32
     slow, slowest = best("25Gb/s"), best("1Gb/s")
-    assert slow.devices <= 8 or slow.zero_stage < 3, slow.describe()
+    assert slow.devices <= 8 or slow.zero_stage < 3 or slow.node_ranks == 8, slow.describe()
     assert slowest.devices <= 8, slowest.describe()
+
+
+def test_over_a_slow_network_zero3_holds_the_weights_a_second_time_in_each_node_where_they_fit():
+    def ladder(nodes=4, network="100Gb/s", **more):
+        return plan_ladder(make_job(256, **more), machines(nodes=nodes, link="nvlink4", network=network), HUGE)
+
+    best = ladder().best
+    assert (best.strategy, best.devices, best.node_ranks) == ("zero3", 32, 8)
+    assert "a second time" in best.describe()
+    plain, twice = (ladder(within_nodes=wanted).best for wanted in (False, True))
+    assert (plain.node_ranks, twice.node_ranks) == (0, 8)
+    assert twice.predicted_step_s < plain.predicted_step_s
+    alike = next(
+        rung.plan for rung in ladder(within_nodes=False).rungs
+        if rung.plan == twice.with_(node_ranks=0, **{k: getattr(rung.plan, k) for k in PREDICTED})
+    )  # fmt: skip
+    more = twice.predicted_device_peak_bytes - alike.predicted_device_peak_bytes
+    assert more == pytest.approx(2 * HUGE.parameter_count / 8, rel=0.1), "bf16, an eighth of it on each device"
+    assert all(plan.node_ranks == 0 for plan in ladder(nodes=1).plans)
+    assert ladder(network="3200Gb/s").best.node_ranks == 0, "as fast without: the simpler one"
 
 
 @pytest.mark.parametrize(
