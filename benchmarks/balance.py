@@ -110,8 +110,8 @@ def rounds_of(folder: Path, env: dict[str, str], parts: list[float], batch: int,
         alone = apart(folder, env, batch // ranks, [int(40 * part / max(parts)) for part in parts])
         seconds, _ = run(folder, env, batch=batch, steps=16, count=ranks, balance=False)
         equal = speed(batch, seconds[4:])
-        seconds, notes = run(folder, env, batch=batch, steps=45, count=ranks, balance=True)
-        shared = speed(batch, seconds[20:])
+        seconds, notes = run(folder, env, batch=batch, steps=90, count=ranks, balance=True)
+        shared = speed(batch, seconds[50:])
         balanced.append(shared / sum(alone))
         even.append(equal / sum(alone))
         print(f"apart {', '.join(f'{s:.1f}' for s in alone)} samples/s, in sum {sum(alone):.1f}; equal shares "

@@ -16,7 +16,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-#: A change has to make steps shorter by at least this part, beyond what noise could feign.
+#: A change has to make steps shorter by at least this part, beyond what noise could feign; one that refines a change
+#: after a few steps, by half of it.
 LEAST_GAIN = 0.04
 #: The last so many stretches are looked at, the shortest window first; a change within `CALM` stretches after two
 #: others has to promise twice as much, and so on.
@@ -88,7 +89,8 @@ def observe(before: Balance, seconds: Sequence[float]) -> Balance:
 
 def _judge(before: Balance) -> Balance:
     """The first window that promises enough decides."""
-    least = LEAST_GAIN * 2.0 ** max(0, len(before.changes) - 1)
+    lately = len(before.changes)
+    least = LEAST_GAIN * (0.5 if lately == 1 else 2.0 ** max(0, lately - 1))
     noise = _noise(before.stretches)
     # A false alarm is then rarer than once in some ten thousand stretches, however many ranks could raise it.
     doubt = math.sqrt(2.0 * math.log(200.0 * len(before.shares)))
