@@ -36,7 +36,7 @@ class Measured:
 def measure(job: Job, ladder: Ladder, fleet: Fleet) -> tuple[Ladder, list[Measured]]:
     """The ladder with the measured best first, and what was measured. Nothing of it is kept in the job's run."""
     with Signals().watched() as signals:
-        found = [_run(job, plan, fleet, signals) for plan in _candidates(ladder) if signals.first is None]
+        found = [_run(job, plan, fleet, signals) for plan in candidates(ladder) if signals.first is None]
     ran = [m for m in found if m.step_s is not None]
     if not ran:
         return ladder, found
@@ -48,7 +48,7 @@ def measure(job: Job, ladder: Ladder, fleet: Fleet) -> tuple[Ladder, list[Measur
     return replace(ladder, rungs=(chosen, *rest)), found
 
 
-def _candidates(ladder: Ladder) -> Sequence[Plan]:
+def candidates(ladder: Ladder) -> Sequence[Plan]:
     """The best rung of each of the first few ways of training, so that unlike ones are compared."""
     ways: dict[tuple[object, ...], Plan] = {}
     for plan in ladder.plans:

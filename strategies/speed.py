@@ -7,12 +7,16 @@ something of their own (processes of one thread each). They differ by what threa
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 #: Seconds for each of the nine measurements.
 EACH_S = 0.05
 #: A process on all cores is never this much slower than they are apart, unless others keep it waiting.
 LEAST_TOGETHER = 0.5
+#: What one usually reaches of that sum, where others left no better measurement.
+USUAL_TOGETHER = 0.8
+#: All that `_stream` goes through, in bytes: no cache holds it, however many threads have a part.
+STREAM_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +48,25 @@ class Speed:
         pairs = ((self.whole.flops, self.core.flops), (self.whole.bytes_per_s, self.core.bytes_per_s))
         return any(whole < LEAST_TOGETHER * self.cores * core for whole, core in pairs)
 
+    @property
+    def steadied(self) -> "Speed":
+        """As it is, or if `disturbed`, with the cores together as fast as they usually are of what each has alone: a
+        thread that others kept waiting for a moment says nothing of an hour's training."""
+        if not self.disturbed:
+            return self
+        alone = {name: USUAL_TOGETHER * self.cores * rate for name, rate in asdict(self.core).items()}
+        # Memory has one rate for all: it is not as many times that of a core.
+        alone["stream_bytes_per_s"] = self.core.stream_bytes_per_s
+        together = {name: max(rate, alone[name]) for name, rate in asdict(self.whole).items()}
+        return replace(self, whole=Rates(**together))
+
 
 def measure_speed(cores: int, each_s: float = EACH_S) -> Speed:
     """Measures this machine. The threads of the calling process are set to one and left so."""
     import torch
 
     torch.set_num_threads(cores)
-    whole = [_rate(make(), each_s) for make in _KINDS]
+    whole = [_rate(make(1), each_s) for make in _KINDS]
     torch.set_num_threads(1)
     core = [_together(make, cores, each_s) for make in _KINDS]
     return Speed(cores=cores, whole=_rates(whole), core=_rates(core), launch_s=1 / _rate(_small(), each_s))
@@ -61,10 +77,10 @@ def _rates(found: list[float]) -> Rates:
     return Rates(flops=flops, bytes_per_s=passes, stream_bytes_per_s=stream, fresh_bytes_per_s=fresh)
 
 
-# Each of these prepares something and gives a call that does some of it and tells how much.
+# Each of these prepares something, as one of so many at once, and gives a call that does some of it and tells how much.
 
 
-def _products() -> Callable[[], float]:
+def _products(_: int) -> Callable[[], float]:
     import torch
 
     a, b = torch.randn(512, 512), torch.randn(512, 1536)
@@ -77,7 +93,7 @@ def _products() -> Callable[[], float]:
     return run
 
 
-def _passes() -> Callable[[], float]:
+def _passes(_: int) -> Callable[[], float]:
     """What lies between products: a norm, an activation, a sum."""
     import torch
 
@@ -92,10 +108,11 @@ def _passes() -> Callable[[], float]:
     return run
 
 
-def _stream() -> Callable[[], float]:
+def _stream(sharers: int) -> Callable[[], float]:
     import torch
 
-    x, y = torch.zeros(6 * 2**20), torch.ones(6 * 2**20)
+    elements = STREAM_BYTES // 8 // sharers
+    x, y = torch.zeros(elements), torch.ones(elements)
 
     def run() -> float:
         x.add_(y, alpha=1e-3)
@@ -104,7 +121,7 @@ def _stream() -> Callable[[], float]:
     return run
 
 
-def _fresh() -> Callable[[], float]:
+def _fresh(_: int) -> Callable[[], float]:
     import mmap
 
     import torch
@@ -148,12 +165,12 @@ def _rate(call: Callable[[], float], seconds: float) -> float:
     return best
 
 
-def _together(make: Callable[[], Callable[[], float]], count: int, seconds: float) -> float:
+def _together(make: Callable[[int], Callable[[], float]], count: int, seconds: float) -> float:
     """The mean rate of `count` threads of Python, each with work of its own."""
     rates: list[float] = []
 
     def work() -> None:
-        rates.append(_rate(make(), seconds))
+        rates.append(_rate(make(count), seconds))
 
     threads = [threading.Thread(target=work) for _ in range(count)]
     for thread in threads:

@@ -27,6 +27,14 @@ def test_threads_that_were_kept_waiting_by_others_are_noticed():
     assert replace(SPEED, whole=replace(WHOLE, bytes_per_s=3e10)).disturbed
 
 
+def test_cores_that_were_kept_waiting_together_are_taken_to_be_what_they_are_apart():
+    assert SPEED.steadied is SPEED
+    waited = replace(SPEED, whole=replace(WHOLE, bytes_per_s=1e9)).steadied
+    assert waited.whole.flops == WHOLE.flops
+    assert CORE.bytes_per_s * 2 < waited.whole.bytes_per_s < CORE.bytes_per_s * 4
+    assert not waited.disturbed
+
+
 def test_a_measured_cpu_has_the_rates_that_were_measured():
     host = HostFacts(total_bytes=GIB, free_bytes=GIB, cores=4)
     device = cpu_device(host, speed=SPEED)
