@@ -355,6 +355,12 @@ def _check_offload(pins: StrategyPins, both: Both) -> None:
             ("strategy", "name"),
             lambda at: f"only zero3 can move parameters off the device, but strategy {at} is {name}",
         )
+    if pins.within_nodes and name not in ("auto", "zero3"):
+        both(
+            ("strategy", "within_nodes"),
+            ("strategy", "name"),
+            lambda at: f"only zero3 can hold weights a second time in each node, but strategy {at} is {name}",
+        )
     if pins.offload_optimizer in ("host", "disk") and not (name == "auto" or name.startswith("zero")):
         both(
             ("strategy", "offload_optimizer"),

@@ -196,6 +196,7 @@ def test_a_wrong_value_is_named_with_what_is_expected(tmp_path: Path, more: str,
         ("strategy: {devices: 9}", "job.yaml:3: batch: 8 samples cannot keep 9 devices (line 4) busy"),
         ("strategy: {devices: 4}\ndevices: {count: 2}", "4 devices are pinned, but devices.count (line 5) is 2"),
         ("strategy: {name: ddp, offload_parameters: host}", "only zero3 can move parameters off"),
+        ("strategy: {name: zero2, within_nodes: true}", "only zero3 can hold weights a second time in each node"),
         ("strategy:\n  name: ddp\n  offload_optimizer: disk", "strategy (line 5) is ddp"),
     ],
 )  # fmt: skip
