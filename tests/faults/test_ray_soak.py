@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -92,17 +93,21 @@ def test_zero3_on_two_nodes_holds_the_weights_twice_in_each_and_ends_like_ddp(pr
 
 @pytest.fixture
 def job_server():
-    """A head with two CPUs and its dashboard, which has the job server."""
+    """A head with two CPUs and its dashboard, which has the job server. It has a folder of its own: the server looks
+    there for the cluster that a job is to join, and other clusters of this machine are in Ray's usual one."""
     pytest.importorskip("aiohttp_cors", reason="the job server needs ray[default]")
     from ray.cluster_utils import Cluster
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    folder = tempfile.mkdtemp(prefix="rj", dir="/tmp")  # Ray's sockets need a short path
     there = Cluster(initialize_head=True, head_node_args={
         "num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": True, "dashboard_port": port,
+        "temp_dir": folder,
     })  # fmt: skip
     yield f"http://{there.webui_url}"
     there.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_through_the_job_server_output_exit_codes_and_stops_are_as_if_it_ran_here(project, job_server):
