@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rung.strategies.plan import DeviceType, Plan
-from rung.strategies.profile import Activity, Profile, highest
+from rung.strategies.profile import Activity, Envelope, Profile, highest
 
 MIB = 2**20
 GIB = 2**30
@@ -209,7 +209,7 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
     of up to 250 MiB (PyTorch's _sync_module_states).
     """
     activity = _activity(profile, plan)
-    later = highest(activity.again, plan.micro_batch)
+    later = highest(_without_casts(activity.again, profile, plan), plan.micro_batch)
     passes = later
     if plan.strategy == "single":
         first = highest(activity.first, plan.micro_batch) - profile.gradient_bytes
@@ -234,6 +234,18 @@ def _transient(profile: Profile, plan: Plan, factors: Factors) -> list[Item]:
         Item(name="activations", device_bytes=size, source=f"{profile.method}, micro-batch {plan.micro_batch}"),
         Item(name="input", device_bytes=batch, host_bytes=2 * batch, source="one batch here, two prefetched"),
     ]
+
+
+def _without_casts(again: Envelope, profile: Profile, plan: Plan) -> Envelope:
+    """`again` under `plan`. Autocast keeps a copy of each weight in the narrow type until the pass is over, which the
+    trace has seen; DeepSpeed's weights are of that type themselves, and nothing is copied. Lines too low to hold the
+    copies are of other moments. Embeddings, which autocast leaves alone, make this too much by their size at most."""
+    if not plan.zero_stage or plan.precision == "fp32":
+        return again
+    copies = BYTES_OF[plan.precision] * profile.parameter_count
+    return tuple(
+        replace(line, base=max(0.0, line.base - copies)) if line.base >= copies / 2 else line for line in again
+    )
 
 
 def _zero_floor(profile: Profile, plan: Plan, passes: int) -> int:

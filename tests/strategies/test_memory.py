@@ -142,3 +142,20 @@ def test_what_deepspeed_copies_in_a_step_is_counted_where_activations_are_few():
     away = predict(make_profile(per_sample=1.0), make_plan("zero2", 2, micro=1, offload_optimizer="host"))
     assert item(away, "activations") == bucket + 44 * MIB
     assert item(away, "one gradient") == 4 * 10**7
+
+
+def test_copies_that_autocast_makes_are_not_there_where_weights_are_narrow_themselves():
+    profile = make_profile(precision="bf16")
+    copied = replace(profile, plain=replace(profile.plain, again=(Line(2e9, 100e6), Line(1e8, 110e6))))
+    activations = item(predict(copied, make_plan("ddp", 8, precision="bf16")), "activations")
+    assert activations == pytest.approx(2e9 + 4 * 100e6)
+    activations = item(predict(copied, make_plan("zero3", 8, precision="bf16")), "activations")
+    assert activations == pytest.approx(1e8 + 4 * 110e6)
+
+
+def test_zero3_copies_what_it_prefetches_beside_activations_and_its_bucket_twice():
+    count = 10**7
+    profile, plan = make_profile(count, per_sample=0), make_plan("zero3", 2, device="cpu", memory_cap_bytes=2**33)
+    assert item(predict(profile, plan), "activations") == 4 * count + 4 * count // 40
+    busy = make_profile(count, per_sample=30e6)
+    assert item(predict(busy, plan), "activations") == 4 * count + 3 * 120e6 // 4
