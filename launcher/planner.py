@@ -287,19 +287,18 @@ def _judge(query: _Query, plan: Plan, choice: Choice, *, sure: bool = True) -> R
         return Rung(plan=plan.with_(reasons=_reasons(query, plan, None)))
     account = predict(query.profile, plan, query.factors)
     needed = account.device_bytes_with_headroom if sure else int(account.device_peak_bytes * (1 - account.error))
-    there = choice.device_bytes(plan.memory_cap_bytes)
-    if needed > there:
-        reason = f"{plan.strategy}: needs {gib(needed)} of {gib(there)}"
-        return Rejected(plan=plan, reason=reason, short_bytes=needed - there, account=account)
     host = choice.setting.per_node * (account.host_peak_bytes + WORKER_HOST_BYTES)
-    if host > choice.setting.host.free_bytes:
-        reason = f"{plan.strategy}: needs {gib(host)} of {gib(choice.setting.host.free_bytes)} host memory"
-        short = host - choice.setting.host.free_bytes
-        return Rejected(plan=plan, reason=reason, short_bytes=short, account=account)
     disk = _disk_bytes(query.profile, plan) * choice.setting.per_node
-    if disk > choice.setting.host.disk_bytes:
-        reason = f"{plan.strategy}: needs {gib(disk)} of {gib(choice.setting.host.disk_bytes)} disk"
-        return Rejected(plan=plan, reason=reason, short_bytes=disk - choice.setting.host.disk_bytes, account=account)
+    limits = (
+        (needed, choice.device_bytes(plan.memory_cap_bytes), ""),
+        (host, choice.setting.host.free_bytes, " host memory"),
+        (disk, choice.setting.host.disk_bytes, " disk"),
+    )
+    # What misses most: mending a smaller want alone would not make it fit.
+    wanted, there, what = max(limits, key=lambda limit: limit[0] - limit[1])
+    if wanted > there:
+        reason = f"{plan.strategy}: needs {gib(wanted)} of {gib(there)}{what}"
+        return Rejected(plan=plan, reason=reason, short_bytes=wanted - there, account=account)
     time = step_time(query.profile, plan, choice.setting, query.factors)
     plan = plan.with_(
         predicted_device_peak_bytes=account.device_peak_bytes,

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import time
 from types import SimpleNamespace
 
@@ -313,3 +314,13 @@ def test_this_machine_can_be_planned():
     inventory = inventory_of(probe())
     assert inventory.device_count >= 1
     assert plan_ladder(make_job(8), inventory).best.global_batch == 8
+
+
+@pytest.mark.parametrize("billions", [5, 10, 20])
+def test_so_many_devices_as_are_proposed_are_enough(billions):
+    profile, host = make_profile(billions * 10**9, per_sample=1e9), {"memory": "64GB", "cores": 16}
+    with pytest.raises(DoesNotFit) as caught:
+        plan_ladder(make_job(), machines("1 x RTX4090-24G", host=host), profile)
+    count = int(re.search(r"use (\d+) devices", caught.value.hint)[1])
+    assert "micro-batch" not in caught.value.hint  # it could be any already
+    assert plan_ladder(make_job(), machines("1 x RTX4090-24G", nodes=count, host=host), profile).rungs
