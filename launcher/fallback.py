@@ -14,8 +14,9 @@ from rung.strategies.plan import Plan
 
 #: Out of memory this often without one completed step in between is a broken job, not a tight one.
 MOST_RUNGS = 12
-#: A worker lost this often without one completed step in between will be lost again.
-MOST_RESTARTS = 3
+#: A worker lost this often without one completed step in between will be lost again; and so will one that is lost this
+#: often before the run has got further than ever before.
+MOST_RESTARTS, MOST_REPEATS = 3, 10
 #: The pause before the n-th restart without progress, in seconds.
 PAUSES_S = (1.0, 4.0, 15.0)
 
@@ -172,21 +173,30 @@ def _places(plan: Plan) -> set[str]:
 def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | GiveUp:
     last = history[-1]
     what = "a worker hung" if last.cause is Cause.HUNG else "a worker was lost"
-    count = _without_progress(history, _LOST)
-    if count <= MOST_RESTARTS:
+    count, repeats = _without_a_step(history), _without_progress(history, _LOST)
+    if count <= MOST_RESTARTS and repeats <= MOST_REPEATS:
+        which = f"{count} of {MOST_RESTARTS}"
+        if repeats > max(count, MOST_RESTARTS):
+            which = f"{repeats} of {MOST_REPEATS} without getting any further"
         pause = PAUSES_S[min(count, len(PAUSES_S)) - 1]
-        return Retry(
-            plan=last.plan,
-            ladder=ladder,
-            reason=f"{what}: same plan, restart {count} of {MOST_RESTARTS}",
-            pause_s=pause,
-        )
+        return Retry(plan=last.plan, ladder=ladder, reason=f"{what}: same plan, restart {which}", pause_s=pause)
+    count = repeats
     fewer = [p for p in ladder.plans if rules.fewest_devices <= p.devices < last.plan.devices]
     fewer = [p for p in fewer if rules.enabled and allowed(last.plan, p, rules)]
     if fewer:
         plan = max(fewer, key=lambda p: p.devices)
         return Retry(plan=plan, ladder=ladder, reason=f"{what} {count} times: {difference(last.plan, plan)}")
     return GiveUp(reason=f"{what} {count} times without getting any further")
+
+
+def _without_a_step(history: Sequence[Tried]) -> int:
+    """How many losses stand at the end of the history since the last completed step."""
+    count = 0
+    for tried in reversed(history):
+        count += tried.cause in _LOST
+        if tried.step > tried.first_step:
+            break
+    return count
 
 
 def _without_progress(history: Sequence[Tried], causes: tuple[Cause, ...]) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from rung.cluster.failures import Cause
-from rung.launcher.fallback import MOST_RESTARTS, MOST_RUNGS, GiveUp, Retry, Rules, Tried, changes, decide
+from rung.launcher.fallback import MOST_REPEATS, MOST_RESTARTS, MOST_RUNGS, GiveUp, Retry, Rules, Tried, changes, decide
 from rung.launcher.planner import Ladder, Rung
 from rung.strategies.plan import Plan
 
@@ -134,9 +134,11 @@ def test_out_of_memory_attempts_are_bounded_and_progress_resets_the_bound():
 def test_steps_that_are_taken_again_and_lost_again_are_no_progress():
     """Without a checkpoint each attempt takes them anew; the bound holds all the same."""
     first = [tried(A, Cause.LOST_WORKER, first=0, step=9)]
-    again = [tried(A, Cause.LOST_WORKER, first=0, step=step) for step in (9, 3, 8)]
-    assert isinstance(decide(first + again[:2], ladder(A), Rules()), Retry)
+    again = [tried(A, Cause.LOST_WORKER, first=0, step=1 + n % 9) for n in range(MOST_REPEATS)]
+    found = decide(first + again[:-1], ladder(A), Rules())
+    assert "10 of 10 without getting any further" in found.reason
     assert isinstance(decide(first + again, ladder(A), Rules()), GiveUp)
+    assert "10 times" not in decide(first + again[:2], ladder(A), Rules()).reason
     further = tried(A, Cause.LOST_WORKER, first=0, step=10)
     assert isinstance(decide([*first, *again, further], ladder(A), Rules()), Retry)
     later = tried(A, Cause.LOST_WORKER, first=5, step=8)  # from a checkpoint that was not there before
