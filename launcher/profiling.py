@@ -5,6 +5,8 @@
 
 import hashlib
 import json
+import sys
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +58,8 @@ def find_profile(job: Job, precision: Precision, *, deadline_s: float = DEADLINE
 
 
 def digest_of(job: Job, precision: Precision) -> str:
-    """Changes with whatever changes a profile: the task's code (each .py beside it), arguments, optimizer, versions."""
+    """Changes with whatever changes a profile: the task's code (each .py beside the job or the task's module, wherever
+    that is), arguments, optimizer, versions."""
     digest = hashlib.blake2b(digest_size=16)
     said = [
         job.task,
@@ -68,10 +71,29 @@ def digest_of(job: Job, precision: Precision) -> str:
     ]
     digest.update(json.dumps(said, sort_keys=True, default=str).encode())
     here = Path(__file__).parents[1] / "strategies"
-    for file in sorted([*job.folder.rglob("*.py"), *here.glob("*.py")]):
+    for file in sorted({*job.folder.rglob("*.py"), *here.glob("*.py"), *_task_files(job)}):
         if file.is_file():  # not a link to nowhere
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _task_files(job: Job) -> list[Path]:
+    """The code of the task's module and what lies beside it, found without running any. Of an installed module only
+    itself: what is installed beside it is not its own."""
+    name = job.task.partition(":")[0].partition(".")[0]
+    spec = PathFinder.find_spec(name, [str(job.folder), str(Path.cwd()), *sys.path])
+    if spec is None:
+        return []
+    if spec.submodule_search_locations:
+        return [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return []
+    file = Path(spec.origin)
+    return (
+        [file]
+        if file.parent.name == "site-packages"
+        else [file, *file.parent.glob("*.py"), *file.parent.glob("*/*.py")]
+    )
 
 
 def _trace(job: Job, precision: Precision, digest: str, deadline_s: float) -> Profile | str:

@@ -7,6 +7,8 @@ import pytest
 from support import RUNG, environment
 
 from rung.launcher import calibrations
+from rung.launcher.job import Job
+from rung.launcher.profiling import digest_of
 from rung.strategies.calibration import Seen
 
 
@@ -42,6 +44,23 @@ def plan(project, *arguments):
         check=False,
         env=environment(project.folder),
     )
+
+
+def test_a_profile_is_made_anew_when_the_task_or_a_module_beside_it_changes_wherever_it_lies(tmp_path, monkeypatch):
+    beside, elsewhere = tmp_path / "job", tmp_path / "code"
+    for folder in (beside, elsewhere):
+        folder.mkdir()
+    monkeypatch.chdir(elsewhere)
+    job = Job.from_dict({"task": "far_task:T", "run": "run", "batch": 4, "steps": 1}, source=beside / "job.yaml")
+    (elsewhere / "far_task.py").write_text("import far_helper\n")
+    (elsewhere / "far_helper.py").write_text("width = 4\n")
+    seen = [digest_of(job, "fp32"), digest_of(job, "fp32")]
+    (elsewhere / "far_helper.py").write_text("width = 8\n")
+    seen.append(digest_of(job, "fp32"))
+    (elsewhere / "far_task.py").write_text("import far_helper  # more\n")
+    seen.append(digest_of(job, "fp32"))
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
 
 
 @pytest.mark.slow
