@@ -93,8 +93,8 @@ def test_zero3_on_two_nodes_holds_the_weights_twice_in_each_and_ends_like_ddp(pr
 
 @pytest.fixture
 def job_server():
-    """A head with two CPUs and its dashboard, which has the job server. It has a folder of its own: the server looks
-    there for the cluster that a job is to join, and other clusters of this machine are in Ray's usual one."""
+    """A head with two CPUs and its dashboard, which has the job server. To be run alone: with several clusters on a
+    machine, Ray's server may send a job to another one."""
     pytest.importorskip("aiohttp_cors", reason="the job server needs ray[default]")
     from ray.cluster_utils import Cluster
 
