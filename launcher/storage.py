@@ -10,14 +10,18 @@ import secrets as random_secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rung.launcher.storage_errors import Trouble, classify, clean_url, secrets_of, storage_error
 from rung.launcher.storage_fsspec import STALL_S, open_folder
-from rung.launcher.storage_local import LocalDisk
+from rung.launcher.storage_local import MEMORY, LocalDisk
 from rung.strategies.errors import ObjectMissing, RungError, StorageError
 
+if TYPE_CHECKING:
+    from rung.launcher.storage_local import Vectors
+
 PATIENCE_S = 120.0  # how long one operation is tried again before its failure counts
+PROBE_PATIENCE_S = 15.0
 SMALL_BYTES = 64 << 20  # the most that `read` returns unless told otherwise
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
@@ -98,6 +102,19 @@ class Store:
     def read_into(self, path: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fills `buffers`, one after the other, with the bytes from `offset` on. Short data is an error."""
         self._try("reading", path, lambda: self._backend.read_into(path, offset, buffers))
+
+    def read_vectors(self, path: str, offset: int, vectors: "Vectors") -> None:
+        """The same for runs of this process's memory: rows of address and bytes, which the caller keeps alive."""
+        if isinstance(self._backend, LocalDisk):
+            disk = self._backend
+            self._try("reading", path, lambda: disk.read_vectors(path, offset, vectors))
+        else:
+            self.read_into(path, offset, [MEMORY[begin : begin + count] for begin, count in vectors.tolist()])
+
+    def expect(self, path: str, offset: int, count: int) -> None:
+        """Says that these bytes will be read soon. Only a hint, which a disk can use: nothing is raised."""
+        if isinstance(self._backend, LocalDisk):
+            self._backend.expect(path, offset, count)
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fills each buffer with the bytes from its offset on, `parallel` ranges at a time."""
@@ -188,8 +205,12 @@ class Store:
     def probe(self) -> None:
         """Writes, reads and deletes a small object, so that a store that cannot be used is known before training.
 
+        Somebody waits for the answer: a store that does not answer gets `PROBE_PATIENCE_S`, not its usual patience.
         Raises `StorageError` saying which of the three failed and why.
         """
+        if self.patience_s > PROBE_PATIENCE_S:
+            Store(self._backend, secrets=self._secrets, patience_s=PROBE_PATIENCE_S).probe()
+            return
         name = f".probe-{random_secrets.token_hex(8)}"
         content = random_secrets.token_bytes(64)
         self.write(name, content)

@@ -233,15 +233,21 @@ _SECRET_TEXT = re.compile(
 
 
 def secrets_of(options: Mapping[str, object] | None) -> tuple[str, ...]:
-    """The secret strings among storage options (at any depth) and in the environment, longest first."""
+    """The secret strings among storage options (at any depth, also within credentials that are objects) and in the
+    environment, longest first."""
     found: set[str] = set()
 
     def visit(key: str, value: object) -> None:
         if isinstance(value, Mapping):
             for inner_key, inner in value.items():
                 visit(str(inner_key), inner)
-        elif isinstance(value, str) and len(value) >= 6 and _SECRET_KEY.search(key):
-            found.add(value)
+        elif isinstance(value, str):
+            if len(value) >= 6 and _SECRET_KEY.search(key):
+                found.add(value)
+        elif _SECRET_KEY.search(key):  # credentials as an object of Google's or Azure's libraries
+            for inner_key, inner in getattr(value, "__dict__", {}).items():
+                if isinstance(inner, str):
+                    visit(inner_key, inner)
 
     visit("", options or {})
     found |= {v for k, v in os.environ.items() if _SECRET_ENVIRONMENT.search(k) and len(v) >= 6}

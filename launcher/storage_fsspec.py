@@ -19,6 +19,7 @@ _SLOWEST_BYTES_PER_S = 256 << 10  # an operation that moves data slower than thi
 _PART_BYTES = 32 << 20  # one part of a multi-part upload; objects of less than three go up whole
 _PARTS_AT_ONCE = 4  # of each object
 _REMOTE_PARALLEL = 16
+_LARGE_BYTES = 1 << 20
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "abfss": "azure", "az": "azure"}
 
 
@@ -61,21 +62,21 @@ class FsspecFolder:
             raise ShortRead(f"{len(data)} bytes came instead of {count}")
         view, start = memoryview(data), 0
         for buffer in buffers:
-            buffer[:] = view[start : start + len(buffer)]
+            _copy(buffer, view[start : start + len(buffer)])
             start += len(buffer)
 
     def write(self, path: str, data: memoryview) -> None:
-        protocols = self._protocols
+        protocols, body = self._protocols, _Body(data)
         if "s3" in protocols and len(data) >= 3 * _PART_BYTES:
-            body: Any = _Body(data)
             parts = {"chunksize": _PART_BYTES, "max_concurrency": _PARTS_AT_ONCE}
             self._call("pipe_file", self._at(path), body, moves_bytes=len(data), **parts)
         elif "abfs" in protocols:
-            self._call("pipe_file", self._at(path), _Body(data), moves_bytes=len(data))
+            self._call("pipe_file", self._at(path), body, moves_bytes=len(data))
         else:
             if not self._asynchronous:
                 self._call("makedirs", self._fs._parent(self._at(path)), exist_ok=True)
-            self._call("pipe_file", self._at(path), bytes(data), moves_bytes=len(data))
+            whole = _copy_of(data) if "s3" in protocols else bytes(data)
+            self._call("pipe_file", self._at(path), whole, moves_bytes=len(data))
 
     def write_from(self, path: str, fill: Callable[[IO[bytes]], None]) -> None:
         with _collected(fill) as (file, size):
@@ -152,6 +153,22 @@ def _collected(fill: Callable[[IO[bytes]], None]) -> Iterator[tuple[IO[bytes], i
         yield file, file.tell()
 
 
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Large ones by numpy, which lets other threads run meanwhile: the one that sends and receives, above all."""
+    if len(source) < _LARGE_BYTES:
+        target[:] = source
+        return
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
+def _copy_of(data: memoryview) -> bytearray:
+    copy = bytearray(len(data))
+    _copy(memoryview(copy), data)
+    return copy
+
+
 class _Body(io.RawIOBase):
     """A view of memory that s3fs (by slices) and adlfs (as a file) upload part by part, without a copy of the whole."""
 
@@ -203,7 +220,7 @@ def open_folder(url: str, scheme: str, options: Mapping[str, Any], stall_s: floa
         options = {"use_listings_cache": False, "skip_instance_cache": True, **options}
     try:
         if _EXTRAS.get(scheme) == "gcs":
-            return FsspecFolder(*_open_gcs(url, options))
+            return FsspecFolder(*_open_gcs(url, options, stall_s))
         return FsspecFolder(*fsspec.core.url_to_fs(url, **options))
     except ImportError as error:
         package = _EXTRAS.get(scheme)
@@ -222,16 +239,24 @@ def open_folder(url: str, scheme: str, options: Mapping[str, Any], stall_s: floa
         raise storage_error(error, doing="opening", url=url, secrets=secrets_of(options)) from None
 
 
-def _open_gcs(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+def _open_gcs(url: str, options: dict[str, Any], stall_s: float) -> tuple[Any, str]:
     import fsspec
+    from aiohttp import ClientTimeout
 
     if "GCSFS_DEBUG" not in os.environ:
         # It logs each failure with its traceback; what matters of it is raised, and said by us without secrets.
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL + 1)
+    # Silent connections end early, as with the other stores.
+    options = {"requests_timeout": ClientTimeout(total=None, sock_connect=stall_s, sock_read=stall_s), **options}
     if options.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST"):
         # Not Google itself. gcsfs's usual class asks for the kind of the bucket by gRPC, which only Google answers: it
         # waits for a minute.
         filesystem = importlib.import_module("gcsfs.core").GCSFileSystem(**options)
-        return filesystem, str(filesystem._strip_protocol(url))
-    filesystem, root = fsspec.core.url_to_fs(url, **options)
+        root = str(filesystem._strip_protocol(url))
+    else:
+        filesystem, root = fsspec.core.url_to_fs(url, **options)
+    once = getattr(type(filesystem)._request, "__wrapped__", None)
+    if once is not None:
+        # It tries each request six times in half a minute. Repeating is left to the one place that knows the deadline.
+        filesystem._request = once.__get__(filesystem)
     return filesystem, root

@@ -1,6 +1,7 @@
 """What `rung checkpoint ls|verify|show|prune|export` does. No torch: these answer at once, anywhere."""
 
 import json
+import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -235,7 +236,7 @@ def _gather(files: VerifiedFiles, manifest: Manifest, chunk: _Chunk, targets: li
         begin = first * entry.block_bytes
         stop = int((segments.offset[rows] + segments.nbytes[rows]).max())
         end = min(-(-stop // entry.block_bytes) * entry.block_bytes, entry.size)
-        memory = memoryview(bytearray(end - begin))
+        memory = memoryview(mmap.mmap(-1, end - begin))  # given back at once: the allocator keeps it for each thread
         files.read(number, first, [memory])
         columns = (segments.owner, segments.offset, segments.nbytes, segments.place)
         for owner, offset, count, place in zip(*(c[rows].tolist() for c in columns), strict=True):

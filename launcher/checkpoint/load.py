@@ -1,26 +1,31 @@
 """Loading state: only the bytes that are needed, in parallel, verified, straight into where they belong."""
 
-import ctypes
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from rung.launcher.checkpoint.layout import TORCH_DTYPES
-from rung.launcher.checkpoint.manifest import Manifest
-from rung.launcher.checkpoint.pieces import ITEM_BYTES, Ints
-from rung.launcher.checkpoint.reads import Segments, VerifiedFiles, plan_reads
+from rung.launcher.checkpoint.manifest import FileEntry, Manifest
+from rung.launcher.checkpoint.pieces import FILE, ITEM_BYTES, OFFSET, Ints
+from rung.launcher.checkpoint.reads import VerifiedFiles, plan_reads
+from rung.launcher.checkpoint.vectors import Destinations, Segments
 from rung.launcher.storage import Store
 from rung.strategies.errors import StorageError
 from rung.strategies.shards import Interval
 
 DIRECT_BYTES = 1 << 10  # runs from this size on are read straight into place; smaller ones are gathered first
+
+
+PORTION = 12_500  # intervals that are planned at a time
+AHEAD = 6  # reads: so far before its turn a disk is told of one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +69,7 @@ class Loader:
             numbers = [n for n in numbers if n >= 0]
         self._check_shapes(intervals, numbers)
         wanted = self._read(intervals, numbers)
-        asked = set(numbers)
+        asked = numbers if isinstance(numbers, range) else set(numbers)
         return LoadReport(
             wanted_bytes=wanted,
             seconds=time.perf_counter() - began,
@@ -95,7 +100,8 @@ class Loader:
 
     def _check_shapes(self, intervals: Sequence[Interval], numbers: Sequence[int]) -> None:
         shapes = self._manifest.tensors.shapes
-        if [i.shape for i in intervals] == [shapes[n] for n in numbers]:
+        stored = shapes if isinstance(numbers, range) else tuple([shapes[n] for n in numbers])
+        if tuple([i.shape for i in intervals]) == stored:
             return
         wrong = [
             f"{i.name} is {list(i.shape)}, in the checkpoint {list(shapes[n])}"
@@ -110,136 +116,135 @@ class Loader:
         return StorageError(f"{url} does not fit this model: {why}", url=url, hint="use the model that wrote it")
 
     def _read(self, intervals: Sequence[Interval], numbers: Sequence[int]) -> int:
+        """Plans the reads of some intervals while others are being read. Returns the bytes wanted."""
         tensors = self._manifest.tensors
         which = np.arange(len(numbers)) if isinstance(numbers, range) else np.array(numbers, dtype=np.int64)
-        start = _column([i.start for i in intervals])
-        length = _column([i.data.numel() for i in intervals])
+        types = sorted(set(tensors.dtypes))
+        code = _column(tensors.dtypes, {name: i for i, name in enumerate(types)}.__getitem__)
+        local, wanted, futures = threading.local(), 0, []
+        with ThreadPoolExecutor(max_workers=self._threads) as pool:
+            try:
+                for rows in self._portions(which):
+                    scatter = self._plan(intervals[rows], which[rows], types, code[which[rows]], local)
+                    if scatter is not None:
+                        wanted += scatter.wanted_bytes
+                        futures += [pool.submit(scatter.run, task) for task in range(scatter.tasks)]
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return wanted
+
+    def _portions(self, which: Ints) -> Iterator[slice]:
+        """The intervals in portions, planned one by one. A block that two of them need is read by both: that is worth
+        it only where there are many tensors that follow each other in the files."""
+        first, runs = self._manifest.tensors.first, self._manifest.tensors.runs
+        each = PORTION
+        if len(which) > PORTION:
+            place = (
+                runs[first[which], FILE] * (1 << 50) + runs[first[which], OFFSET]
+                if len(runs) == len(first) - 1
+                else None
+            )
+            if place is None or np.any(place[1:] < place[:-1]):
+                each = len(which)
+        return (slice(low, low + each) for low in range(0, len(which), max(each, 1)))
+
+    def _plan(
+        self, intervals: Sequence[Interval], which: Ints, types: list[str], code: Ints, local: threading.local
+    ) -> "_Scatter | None":
+        data = [i.data for i in intervals]
+        length = _column(list(map(torch.Tensor.numel, data)))
         segments = plan_reads(
-            tensors,
+            self._manifest.tensors,
             self._manifest.files,
             which,
-            start,
+            _column([i.start for i in intervals]),
             length,
-            item_bytes=_column([ITEM_BYTES[d] for d in tensors.dtypes])[which],
+            item_bytes=np.array([ITEM_BYTES[name] for name in types], dtype=np.int64)[code],
             window_bytes=self._store.window_bytes,
         )
-        scatter = _Scatter(self._files, self._manifest, segments, intervals, which, length)
-        if len(segments.tasks):
-            with ThreadPoolExecutor(max_workers=max(1, min(self._threads, len(segments.tasks)))) as pool:
-                try:
-                    for _ in pool.map(scatter.run, range(len(segments.tasks))):
-                        pass
-                except BaseException:
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise
-        return int(segments.nbytes.sum())
+        if not len(segments.tasks):
+            return None
+        return _Scatter(self._files, self._manifest.files, segments, data, length, types, code, local)
 
 
-def _column(values: list[int]) -> Ints:
+Value = TypeVar("Value")
+
+
+def _column(values: Sequence[Value], code: Callable[[Value], int] = int) -> Ints:  # type: ignore[assignment]
     """The values as numbers of a column; fast where they are all the same, which among many tensors is usual."""
     if values and values.count(values[0]) == len(values):
-        return np.full(len(values), values[0], dtype=np.int64)
-    return np.array(values, dtype=np.int64)
+        return np.full(len(values), code(values[0]), dtype=np.int64)
+    return np.fromiter(map(code, values), dtype=np.int64, count=len(values))
 
 
 class _Scatter:
-    """Runs the reads of one load: `run(task)` from any thread. Columns, not loops: there may be 100,000 tensors."""
+    """Runs the reads of one load: `run(task)` from any thread. Columns, not loops: there may be 100,000 tensors.
+
+    types: names of types on disk; code: which of them each destination's tensor is of.
+    """
 
     def __init__(
         self,
         files: VerifiedFiles,
-        manifest: Manifest,
+        entries: Sequence[FileEntry],
         segments: Segments,
-        intervals: Sequence[Interval],
-        which: Ints,
+        data: list[torch.Tensor],
         lengths: Ints,
+        types: list[str],
+        code: Ints,
+        local: threading.local,
     ) -> None:
-        self._files, self._entries = files, manifest.files
-        self._segments = segments
-        self._data = [i.data for i in intervals]
-        self._lengths = lengths
-        self._dtype_names = sorted(set(manifest.tensors.dtypes))
-        number = {name: i for i, name in enumerate(self._dtype_names)}
-        codes = _column([number[d] for d in manifest.tensors.dtypes])[which]
-        self._code = codes[segments.owner]  # of each segment
-        self._stops = np.append(segments.tasks[1:], len(segments.file))
+        self.tasks = len(segments.tasks)
+        self.wanted_bytes = int(segments.nbytes.sum())
+        self._files, self._entries, self._segments = files, entries, segments
+        self._data, self._lengths = data, lengths
+        self._types = [TORCH_DTYPES[name] for name in types]
+        self._code = code[segments.owner]  # of each segment
         self._on_cpu = all(map(attrgetter("is_cpu"), self._data))
         self._on_cuda = not self._on_cpu and any(map(attrgetter("is_cuda"), self._data))
-        self._local = threading.local()
-        self._find_direct(codes)
+        self._local = local  # the staging buffer of each thread
+        self._destinations = Destinations(segments, entries, self._addresses(code))
 
-    def _find_direct(self, codes: Ints) -> None:
-        """Which segments can be read straight into place, and where that is: `_direct`, `_place` in `_memory`."""
+    def _addresses(self, code: Ints) -> Ints:
+        """Where each segment can be read straight into place; -1 if it cannot."""
         data, segments = self._data, self._segments
-        number = {TORCH_DTYPES[name]: i for i, name in enumerate(self._dtype_names)}
         # On the CPU, in order, of the type on disk.
-        direct = _column([number.get(d.dtype, -1) for d in data]) == codes
+        number = {dtype: i for i, dtype in enumerate(self._types)}
+        direct = _column([d.dtype for d in data], lambda dtype: number.get(dtype, -1)) == code
         if not all(map(torch.Tensor.is_contiguous, data)):
             direct &= np.array([d.is_contiguous() for d in data])
         if not self._on_cpu:
             direct &= np.array([d.is_cpu for d in data])
-        self._direct = direct[segments.owner] & (segments.nbytes >= DIRECT_BYTES)
-        self._memory, self._place = memoryview(b""), segments.place
-        if not self._direct.any():
-            return
-        address = np.array([d.data_ptr() for d in data], dtype=np.int64)
-        place = address[segments.owner] + segments.place
-        low = int(place[self._direct].min())
-        high = int((place + segments.nbytes)[self._direct].max())
-        # One view of this process's memory from the first destination to the last: a slice of it costs a tenth of what
-        # a view of a tensor does. Only slices that lie within destinations are taken.
-        self._memory = memoryview((ctypes.c_char * (high - low)).from_address(low)).cast("B")
-        self._place = place - low
+        place = np.fromiter(map(torch.Tensor.data_ptr, data), dtype=np.int64, count=len(data))
+        return np.where(
+            direct[segments.owner] & (segments.nbytes >= DIRECT_BYTES), place[segments.owner] + segments.place, -1
+        )
 
     def run(self, task: int) -> None:
         """Reads one window's worth of segments, verifies it, and brings it to its destinations."""
-        rows = slice(int(self._segments.tasks[task]), int(self._stops[task]))
-        file = int(self._segments.file[rows.start])
-        block = self._entries[file].block_bytes
-        offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
-        stops = offsets + counts
-        first_block = int(offsets[0]) // block
-        begin, end = first_block * block, min(-(-int(stops.max()) // block) * block, self._entries[file].size)
-        staging = self._staging(end - begin)
-        buffers, staged = self._buffers(rows, staging.numpy().data, begin, end)
-        self._files.read(file, first_block, buffers)
-        if not len(staged):
+        places = self._destinations
+        if (later := task + AHEAD) < self.tasks:
+            self._files.expect(int(places.file[later]), int(places.begin[later]), int(places.end[later]))
+        file, begin = int(places.file[task]), int(places.begin[task])
+        staging = self._staging(int(places.end[task]) - begin if places.needs_staging(task) else 0)
+        self._files.read_vectors(file, begin // self._entries[file].block_bytes, places.of(task, staging.data_ptr()))
+        rows = places.staged_of(task)
+        if not len(rows):
             return
         # Neighbours of one type are copied by one call.
-        code = self._code[rows][staged]
-        breaks = np.flatnonzero((code[1:] != code[:-1]) | (stops[staged][:-1] != offsets[staged][1:])) + 1
+        code, offsets = self._code[rows], self._segments.offset[rows]
+        stops = offsets + self._segments.nbytes[rows]
+        breaks = np.flatnonzero((code[1:] != code[:-1]) | (stops[:-1] != offsets[1:])) + 1
         with torch.no_grad():
-            for low, high in itertools.pairwise((0, *breaks.tolist(), len(staged))):
-                self._copy(staging, begin, rows.start + staged[low:high])
-
-    def _buffers(self, rows: slice, staging: memoryview, begin: int, end: int) -> tuple[list[memoryview], Ints]:
-        """Where the bytes from `begin` to `end` go: destinations that can be read into, `staging` for the rest.
-
-        Returns the buffers in order, and which of the rows must be copied out of `staging` afterwards.
-        """
-        offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
-        direct = np.flatnonzero(self._direct[rows])
-        if not len(direct) or np.any(offsets[:-1] + counts[:-1] > offsets[1:]):  # two want the same bytes
-            return [staging[: end - begin]], np.arange(len(offsets), dtype=np.int64)
-        first, stop = offsets[direct], (offsets + counts)[direct]
-        place = self._place[rows][direct]
-        memory = self._memory
-        runs = zip(place.tolist(), (place + stop - first).tolist(), strict=True)
-        targets = [memory[low:high] for low, high in runs]
-        # What lies between two of them goes to the staging buffer, at its place.
-        before = np.concatenate(([begin], stop))
-        after = np.concatenate((first, [end]))
-        buffers: list[memoryview] = []
-        done = 0
-        for k in np.flatnonzero(after > before).tolist():
-            buffers += targets[done:k]
-            buffers.append(staging[int(before[k]) - begin : int(after[k]) - begin])
-            done = k
-        return buffers + targets[done:], np.flatnonzero(~self._direct[rows])
+            for low, high in itertools.pairwise((0, *breaks.tolist(), len(rows))):
+                self._copy(staging, begin, rows[low:high])
 
     def _copy(self, staging: torch.Tensor, begin: int, rows: Ints) -> None:
         """Copies verified bytes of neighbouring segments of one type out of `staging`."""
-        dtype = TORCH_DTYPES[self._dtype_names[int(self._code[rows[0]])]]
+        dtype = self._types[int(self._code[rows[0]])]
         offsets, counts = self._segments.offset[rows], self._segments.nbytes[rows]
         lengths: list[int] = (counts // dtype.itemsize).tolist()
         firsts = self._segments.place[rows] // dtype.itemsize

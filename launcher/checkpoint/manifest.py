@@ -40,8 +40,9 @@ class FileEntry:
     hashes: bytes
 
     def window(self, wanted_bytes: int) -> int:
-        """Bytes that one call reads of it: whole blocks, about `wanted_bytes`."""
-        return max(1, wanted_bytes // self.block_bytes) * self.block_bytes
+        """Bytes that one call reads of it: whole blocks, about `wanted_bytes`, so that no call is left with a crumb."""
+        calls = max(1, round(self.size / wanted_bytes))
+        return max(1, -(-self.size // (calls * self.block_bytes))) * self.block_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -252,12 +253,14 @@ def _register(
 ) -> "np.ndarray[Any, np.dtype[np.int32]]":
     """Adds the tensors of a part's table to the lists; returns their numbers there."""
     numbers: list[int] = []
-    for name, shape, dtype in json.loads(part.table):
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal shapes are one object: quickly compared
+    for name, listed, dtype in json.loads(part.table):
         i = ids.setdefault(name, len(ids))
+        shape = tuple(listed)
         if i == len(shapes):
-            shapes.append(tuple(shape))
+            shapes.append(known.setdefault(shape, shape))
             dtypes.append(dtype)
-        elif (shapes[i], dtypes[i]) != (tuple(shape), dtype):
+        elif (shapes[i], dtypes[i]) != (shape, dtype):
             raise StorageError(
                 f"rank {part.rank} holds {name} as {dtype}{list(shape)}, another as {dtypes[i]}{list(shapes[i])}",
                 hint=_BUG,

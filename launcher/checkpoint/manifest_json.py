@@ -20,6 +20,7 @@ from rung.launcher.checkpoint.pieces import (
     LENGTH,
     OFFSET,
     START,
+    Ints,
     Tensors,
     check_runs,
     without_collector,
@@ -149,34 +150,54 @@ def _files(rows: list[Any]) -> tuple[FileEntry, ...]:
 def _tensors(entries: dict[str, Any], files: tuple[FileEntry, ...]) -> Tensors:
     if len(entries) > _MOST_TENSORS:
         raise ValueError(f"it lists {len(entries):,} tensors, more than {_MOST_TENSORS:,}")
+    names = list(entries)
+    if names and not 0 < min(map(len, names)) <= max(map(len, names)) <= 4096:
+        raise ValueError("the name of a tensor is empty, or longer than 4,096 characters")
+    known: dict[Any, tuple[int, ...]] = {}  # equal shapes are checked once, and are one object
     shapes: list[tuple[int, ...]] = []
     dtypes: list[str] = []
     rows: list[list[int]] = []
-    first = [0]
+    counts: list[int] = []
     for name, entry in entries.items():
-        if type(entry) is not dict or not 0 < len(name) <= 4096:
+        if type(entry) is not dict:
             raise ValueError(f"the entry of tensor {name[:80]!r} cannot be read")
         shape, dtype, pieces = entry.get("shape"), entry.get("dtype"), entry.get("pieces")
-        shapes.append(_shape(shape, name))
+        try:
+            shapes.append(known[tuple(shape) if type(shape) is list else ...])
+        except (KeyError, TypeError):
+            checked = _shape(shape, name)
+            shapes.append(known.setdefault(checked, checked))
         if type(dtype) is not str or dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {name[:80]} is of unknown type {str(dtype)[:20]!r}")
         dtypes.append(dtype)
         if type(pieces) is not list:
             raise ValueError(f"tensor {name[:80]} has no list of pieces")
-        for piece in pieces:
-            if type(piece) is not list or len(piece) not in (4, 6) or not all(type(x) is int for x in piece):
-                raise ValueError(f"a piece of tensor {name[:80]} cannot be read")
-            rows.append(piece if len(piece) == 6 else [*piece, 1, 0])
-        first.append(len(rows))
-    try:
-        table = np.array(rows, dtype=np.int64).reshape(-1, 6)
-    except OverflowError:
-        raise ValueError("a number of a piece is out of range") from None
+        rows += pieces
+        counts.append(len(pieces))
+    table = _piece_table(rows, names, counts)
+    first = [0, *itertools.accumulate(counts)]
     runs = np.empty_like(table)
     runs[:, [FILE, START, LENGTH, OFFSET, COUNT, FILE_STEP]] = table
-    tensors = Tensors(list(entries), shapes, dtypes, runs, np.array(first, dtype=np.int64))
+    tensors = Tensors(names, shapes, dtypes, runs, np.array(first, dtype=np.int64))
     check_runs(tensors, np.array([f.size for f in files], dtype=np.int64), _MOST_PIECES)
     return tensors
+
+
+def _piece_table(rows: list[list[int]], names: list[str], counts: list[int]) -> Ints:
+    """The pieces of all tensors, shape (pieces, 6): checked all at once, and one by one to name what is not sound."""
+    simple = set(map(type, rows)) <= {list} and set(map(len, rows)) <= {4, 6}
+    if not (simple and set(map(type, itertools.chain.from_iterable(rows))) <= {int}):
+        owners = itertools.chain.from_iterable(itertools.repeat(name, n) for name, n in zip(names, counts, strict=True))
+        for name, piece in zip(owners, rows, strict=True):
+            if type(piece) is not list or len(piece) not in (4, 6) or not all(type(x) is int for x in piece):
+                raise ValueError(f"a piece of tensor {name[:80]} cannot be read")
+    try:
+        if set(map(len, rows)) == {4}:
+            flat = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64, count=4 * len(rows))
+            return np.hstack((flat.reshape(-1, 4), np.tile(np.array([[1, 0]]), (len(rows), 1))))
+        return np.array([row if len(row) == 6 else [*row, 1, 0] for row in rows], dtype=np.int64).reshape(-1, 6)
+    except OverflowError:
+        raise ValueError("a number of a piece is out of range") from None
 
 
 def _shape(value: object, name: str) -> tuple[int, ...]:

@@ -1,11 +1,15 @@
 """A run on Google Cloud Storage's protocol, over a real socket: an emulator in a process of its own."""
 
+import http.server
 import json
 import random
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from typing import ClassVar
 
 import pytest
 
@@ -89,12 +93,59 @@ def test_one_launcher_holds_a_run_on_gcs_and_a_second_is_refused(endpoint):
         pass
 
 
-def test_what_gcs_refuses_is_said_without_secrets(endpoint, capfd, caplog):
+def test_a_bucket_that_is_not_there_is_named(endpoint):
+    with pytest.raises(StorageError, match=r"writing gs://nowhere/run/\.probe-.* failed") as caught:
+        open_gcs(endpoint, "nowhere/run").probe()
+    assert "bucket" in caught.value.hint
+
+
+class Echo(http.server.BaseHTTPRequestHandler):
+    """Refuses everything, and says aloud with which credentials it was asked."""
+
+    def refuse(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        said = self.headers.get("Authorization", "nothing").split()[-1]
+        type(self).seen.append(said)
+        body = json.dumps({"error": {"code": 403, "message": f"{said} may not do this, nor may <{said}>"}}).encode()
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = do_DELETE = refuse
+    seen: ClassVar[list[str]] = []
+
+    def log_message(self, *args):
+        pass
+
+
+def test_what_gcs_refuses_is_said_without_the_secrets_that_it_repeats(capfd, caplog):
     from google.oauth2.credentials import Credentials
 
-    with pytest.raises(StorageError, match=r"writing gs://nowhere/run/\.probe-.* failed") as caught:
-        open_gcs(endpoint, "nowhere/run", token=Credentials(SECRET)).probe()
-    assert "bucket" in caught.value.hint
+    caplog.set_level("DEBUG")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        token = Credentials(SECRET)
+        try:
+            store = open_gcs(f"http://127.0.0.1:{server.server_port}", "bucket/run", token=token)
+            with pytest.raises(StorageError, match=r"writing gs://bucket/run/\.probe-.* failed") as caught:
+                store.probe()
+        finally:
+            server.shutdown()
+    assert SECRET in Echo.seen  # it went out, and came back
+    assert "may not do this" in str(caught.value)
     said = capfd.readouterr()
     assert "Traceback" not in said.err
     assert SECRET not in str(caught.value) + caught.value.hint + said.out + said.err + caplog.text
+
+
+def test_an_endpoint_that_is_dead_or_silent_is_told_soon():
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for endpoint in (port, silent.getsockname()[1]):
+            options = {"endpoint_url": f"http://127.0.0.1:{endpoint}", "token": "anon", "project": "p"}
+            began = time.monotonic()
+            with pytest.raises(StorageError, match="not answering"):
+                Store.open("gs://bucket/run", options, patience_s=2, stall_s=1).probe()
+            assert time.monotonic() - began < 8
