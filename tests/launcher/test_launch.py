@@ -1,6 +1,7 @@
 """`rung launch` as a user meets it: real command, real workers."""
 
 import json
+import re
 import shutil
 import subprocess
 
@@ -26,6 +27,11 @@ def test_a_job_trains_to_its_end_and_leaves_everything_in_its_run_folder(project
     validations = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines() if "validation" in x]
     assert [v["step"] for v in validations] == [4, 8, 12]
     assert list((run / "tensorboard").iterdir())
+    told = re.search(r"memory predicted (\S+ \S+), measured (\S+ \S+) \(", done.out)
+    assert told, done.out
+    [seen] = [json.loads(x) for x in next((project.folder / ".cache/rung/calibration").iterdir()).open()]
+    assert told[1] == f"{seen['predicted_bytes'] / 2**20:.0f} MiB"
+    assert told[2] == f"{seen['measured_bytes'] / 2**20:.0f} MiB"
 
 
 def test_a_dry_run_shows_the_plan_and_makes_nothing(project):
