@@ -344,8 +344,8 @@ def test_ctrl_c_reaches_the_launcher_alone_and_leaves_nothing(tmp_path: Path) ->
     launcher, pids = launch(tmp_path)
     os.killpg(launcher.pid, signal.SIGINT)
     began = time.monotonic()
-    _, errors = launcher.communicate(timeout=20)
-    assert time.monotonic() - began < 15
+    _, errors = launcher.communicate(timeout=50)
+    assert time.monotonic() - began < 40  # 1 s; all deadlines of `stop` together if the interrupt strikes in a lock
     assert errors.count("KeyboardInterrupt") == 1, errors
     assert not [pid for pid in pids if exists(pid)]
     assert not any("Interrupt" in log.read_text() for log in tmp_path.glob("*.log"))

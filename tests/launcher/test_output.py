@@ -23,6 +23,7 @@ class Noisy(Small):
         if self.calls == 2:
             print(f"hello from {rank}")
             os.system("echo a child of " + rank)
+            time.sleep(3)  # a busy launcher is to see this before the flood
         if rank == "1" and self.calls >= 3:
             print("\\n".join(f"flood {n}" for n in range(20_000)))
         if rank == "1" and self.calls == 30:
