@@ -12,7 +12,7 @@ from rung.launcher.job import Job
 from rung.launcher.planner import Ladder, corrected, gib
 from rung.strategies.plan import Plan
 
-#: Out of memory this often without one completed step in between is a broken job, not a tight one.
+#: Out of memory this often without getting any further is a broken job, not a tight one.
 MOST_RUNGS = 12
 #: A worker lost this often without one completed step in between will be lost again; and so will one that is lost this
 #: often before the run has got further than ever before.
@@ -180,13 +180,12 @@ def _again(history: Sequence[Tried], ladder: Ladder, rules: Rules) -> Retry | Gi
             which = f"{repeats} of {MOST_REPEATS} without getting any further"
         pause = PAUSES_S[min(count, len(PAUSES_S)) - 1]
         return Retry(plan=last.plan, ladder=ladder, reason=f"{what}: same plan, restart {which}", pause_s=pause)
-    count = repeats
     fewer = [p for p in ladder.plans if rules.fewest_devices <= p.devices < last.plan.devices]
     fewer = [p for p in fewer if rules.enabled and allowed(last.plan, p, rules)]
     if fewer:
         plan = max(fewer, key=lambda p: p.devices)
-        return Retry(plan=plan, ladder=ladder, reason=f"{what} {count} times: {difference(last.plan, plan)}")
-    return GiveUp(reason=f"{what} {count} times without getting any further")
+        return Retry(plan=plan, ladder=ladder, reason=f"{what} {repeats} times: {difference(last.plan, plan)}")
+    return GiveUp(reason=f"{what} {repeats} times without getting any further")
 
 
 def _without_a_step(history: Sequence[Tried]) -> int:

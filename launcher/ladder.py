@@ -1,7 +1,6 @@
 """The ladder for a job on the machines that are there, and again when these have changed."""
 
 import os
-from dataclasses import replace
 
 from rung.cluster.binding import describe, slices
 from rung.cluster.catalog import Inventory
@@ -11,7 +10,7 @@ from rung.launcher.calibrations import factors_for
 from rung.launcher.fallback import Recovery
 from rung.launcher.job import Job
 from rung.launcher.machines import inventory_of, usable_cores
-from rung.launcher.planner import Ladder, plan_ladder, with_threads
+from rung.launcher.planner import Ladder, plan_ladder, with_each, with_threads
 from rung.launcher.profiling import find_profile, worth_it
 from rung.launcher.report import show_plan
 from rung.launcher.speeds import find_speed
@@ -43,8 +42,7 @@ def with_binding(ladder: Ladder, hardware: Hardware) -> Ladder:
             words[key] = describe(slices(plan.devices, hardware.host, gpus))
         return plan.with_(reasons={**plan.reasons, "binding": words[key]}) if words[key] else plan
 
-    rungs, hopes = (tuple(replace(r, plan=told(r.plan)) for r in some) for some in (ladder.rungs, ladder.hopes))
-    return replace(ladder, rungs=rungs, hopes=hopes)
+    return with_each(ladder, told)
 
 
 def _ladder(job: Job, hardware: Hardware | Inventory, view: View, always: bool) -> Ladder:

@@ -6,7 +6,7 @@ rung and goes down it when reality disagrees.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
@@ -167,7 +167,12 @@ def with_threads(ladder: Ladder, most: int) -> Ladder:
         why = f"{most} for each worker, as OMP_NUM_THREADS says"
         return plan.with_(threads=most, reasons={**plan.reasons, "threads": why}) if plan.threads > most else plan
 
-    rungs, hopes = (tuple(replace(r, plan=fewer(r.plan)) for r in some) for some in (ladder.rungs, ladder.hopes))
+    return with_each(ladder, fewer)
+
+
+def with_each(ladder: Ladder, change: Callable[[Plan], Plan]) -> Ladder:
+    """The ladder with the plan of each rung and hope changed."""
+    rungs, hopes = (tuple(replace(r, plan=change(r.plan)) for r in some) for some in (ladder.rungs, ladder.hopes))
     return replace(ladder, rungs=rungs, hopes=hopes)
 
 
